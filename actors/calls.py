@@ -80,7 +80,11 @@ async def started(
 
 
 def accepted(answer: object) -> None:
-    """Raise if the buffer refused a call of the trainer, which happens after another trainer has joined."""
+    """Check the buffer's answer to a call of the trainer.
+
+    Raises:
+        RunFailed: the buffer refused the call, which happens after another trainer has joined.
+    """
     if isinstance(answer, Refusal):
         raise RunFailed(f"the buffer refused this trainer: {answer}")
     if not isinstance(answer, Wait | None):

@@ -144,7 +144,8 @@ class KernelKills:
         self._counters, self._seen, self._at = counters, "", -math.inf
 
     def look(self) -> None:
-        """Read the kernel's counter of processes that were killed for lack of memory."""
+        """Read the kernel's counter of processes that were killed for lack of memory; if it has grown since the last
+        call, note the time."""
         with suppress(OSError):  # some sandboxes have no such file
             self._read(self._counters.read_text())
 
@@ -156,8 +157,8 @@ class KernelKills:
         self._seen = count
 
     def clause(self, name: str) -> str:
-        """Return a clause which says that this actor was most likely out of memory; empty if the kernel has not
-        recently killed a process."""
+        """Return the end of a sentence about the death of the actor `name`: most likely it was out of memory. Empty if
+        the kernel has not recently killed a process."""
         self.look()
         if time.monotonic() - self._at > KERNEL_SECONDS:
             return ""

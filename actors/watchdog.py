@@ -38,7 +38,8 @@ seconds between its SIGTERM and its SIGKILL."""
 def start_watchdog(mark: str, ray_folder: Path | None = None) -> None:
     """Start the watchdog of this process.
 
-    When this process has died, the watchdog ends the processes with `mark`, and deletes the folder of the local Ray.
+    When this process has died, the watchdog ends the processes that have `mark` in their environment, and deletes the
+    folder of the local Ray, if there is one.
     """
     folders = [] if ray_folder is None else [str(ray_folder)]
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, *folders]
@@ -98,7 +99,8 @@ def end_processes(mark: str, known: set[tuple[int, str]]) -> None:
 def wait_for_death(process: int, mark: str) -> set[tuple[int, str]]:
     """Wait until a process has died; returns the marked processes and their descendants, as the last scan found them.
 
-    If a process loses its mark and then its parent, only an earlier scan can have found it.
+    It scans repeatedly while it waits: a process that has lost first its mark and then its parent is found only by a
+    scan that ran before.
     """
     known: set[tuple[int, str]] = set()
     try:

@@ -139,9 +139,11 @@ class BufferActor(Supervised):
     async def join(
         self, role: Literal["generator", "trainer"], name: str, step: int | None = None, resumes: bool = False
     ) -> int:
-        """Start a new incarnation of a generator or trainer; returns its number.
+        """Start a new incarnation of a generator or of the trainer; returns the incarnation's number.
 
-        Calls of the previous incarnation are refused from now on.
+        Calls of the previous incarnation are refused from now on. `step`: the step from which a trainer continues;
+        None: the newest one. `resumes`: whether the generator continues the unfinished trajectories of its previous
+        incarnation.
         """
         incarnation = self._buffer.join(role, name, step, resumes)
         await self._settled()
@@ -168,8 +170,8 @@ class BufferActor(Supervised):
         await self._settled()
 
     async def claim(self, claim: Claim, wait_seconds: float, most: int = 1) -> ClaimAnswer:
-        """Issue up to `most` groups to a generator; waits up to `wait_seconds` until there is a slot for the first
-        group."""
+        """Issue up to `most` groups to a generator, as soon as there is a slot for the first one. If there is none
+        within `wait_seconds`, returns the reason as a `Wait`."""
         _ = self._buffer  # raises the error that kept the buffer from starting
         answered: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
         deadline = time.monotonic() + wait_seconds if wait_seconds else None
@@ -186,7 +188,8 @@ class BufferActor(Supervised):
         return answer
 
     async def lease(self, trainer_incarnation: int, wait_seconds: float) -> LeasedBatch | Wait | Refusal:
-        """Lease a mini-batch; waits up to `wait_seconds` for enough complete groups.
+        """Lease a mini-batch as soon as there are enough complete groups. If there are still too few after
+        `wait_seconds`, returns the reason as a `Wait`.
 
         The mini-batch is formed and encoded in a thread, while the actor accepts steps.
         """
@@ -238,7 +241,8 @@ class BufferActor(Supervised):
         await self._settled()
 
     async def resume(self, lost: Lost | None = None) -> None:
-        """Issue prompts again, after an `end` or a `drain`; the tokens of `lost` are counted as rolled back."""
+        """Issue prompts again, after an `end` or a `drain`. `lost`: tokens that another process of the run had accepted
+        and that this journal lacks; they are counted as rolled back."""
         self._buffer.resume(lost)
         await self._settled()
 
@@ -261,7 +265,7 @@ class BufferActor(Supervised):
         return self._buffer.status().as_dict()
 
     async def stop(self) -> None:
-        """End the background work and the reports; this is the last call of a run."""
+        """End the background work and the reports; a run calls no other method of the buffer afterwards."""
         self._background.cancel()
         await asyncio.wait([self._background])
         self._telemetry.stop()

@@ -64,7 +64,7 @@ class Checkpointer:
         mark = FolderMark.read(self._run)
         lost = None if mark is None or mark.lost is None else Lost(*mark.lost)
         await call(self._buffer.resume, lost, who="the buffer")
-        # the event may be lacking: the journal of a restored run ends before it, and a run may have been killed before
+        # Again, because the journal may not have it: a restored journal ends earlier, or the run was killed before.
         kept = await asyncio.to_thread(self._checkpoints.steps)
         await call(self._buffer.covered, manifest.step, min([manifest.step, *kept]), who="the buffer")
 
@@ -72,7 +72,7 @@ class Checkpointer:
         """Copy the trainer's state, and start to write the copy to disk; do nothing if the step has a checkpoint."""
         await self.settle()
         newest = await asyncio.to_thread(self.newest)
-        if newest is not None and newest.step == step:  # it would be deleted before the new one is complete
+        if newest is not None and newest.step == step:  # writing it again would delete the complete one first
             return
         at = time.monotonic()
         status = await self._status()
@@ -106,8 +106,8 @@ class Checkpointer:
         self._begun = None
 
     async def note_reached(self, step: int) -> None:
-        """Write the run's progress to the object store from time to time. A run that resumes from an older checkpoint
-        needs this progress."""
+        """Write the step and the number of accepted tokens to the object store, if there is one, unless this was done
+        recently. A run that resumes from an older checkpoint of the store needs both to count what was lost."""
         if self._uploads is not None and self._uploads.reached_is_due:
             status = await call(self._buffer.status, who="the buffer")
             self._uploads.reached(step, status["accepted_tokens"])

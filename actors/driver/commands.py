@@ -97,8 +97,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def downloaded(config: Config) -> tuple[Config, dict[str, str]]:
-    """Return the configuration with local paths in place of hub addresses; and, by setting, the revision of each hub
-    address."""
+    """Download what the configuration names by hub addresses. Returns the configuration with local paths in place of
+    the addresses, and for each such setting a text with the address and its downloaded revision."""
     from service.config.paths import hub_addresses, with_downloads
 
     addresses = hub_addresses(config)

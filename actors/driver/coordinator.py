@@ -113,7 +113,8 @@ class Coordinator:
         """The task that starts the actors; None at other times."""
 
     def stop(self, number: int) -> None:
-        """End the run after the current optimizer step and write the final weights; during the start, end at once."""
+        """End the run after the current optimizer step and write the final weights; during the start, end at once.
+        `number`: the number of the stop signal."""
         self.stopped_by = number
         if self._starting is not None:
             self._say("stopping before the first step ...")

@@ -42,7 +42,8 @@ def _count(number: int, what: str) -> str:
 
 
 def look(folder: Path, store: str | None) -> Facts:
-    """Measure the machine on which this function runs."""
+    """Measure the machine on which this function runs, the disk of `folder` (where run folders will be), and the access
+    to the object store at the address `store` (None: no store)."""
     return measure(Places(folder), None if store is None else open_store(store, create=True).sizes)
 
 

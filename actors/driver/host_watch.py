@@ -1,5 +1,5 @@
-"""Watches the hosts of a run: the parts that run on each host, and the hosts that join, leave or are drained. Each
-change is printed as one line."""
+"""Watches the hosts of a run: which actors are on each host, and which hosts join, leave or are drained. A line is
+printed for each host that joins, leaves or gets the actors of a host that left."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def hosts() -> dict[str, ClusterHost]:
 
 
 class HostWatch:
-    """Prints at the start the parts that run on each host. Later it prints the hosts that join or leave, and the new
-    hosts of the parts that ran on a host which left."""
+    """Prints at the start which parts of the run (actors, and the driver) each host holds. Later it prints the hosts
+    that join or leave; if a host has left, also the new host of each part that it held."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class HostWatch:
         follow: Callable[[dict[str, int]], None],
         look: Callable[[], dict[str, ClusterHost]] = hosts,
     ) -> None:
-        """Store the settings; after each check `follow` is called with the end time of each drained node
+        """Store the settings; after each check `follow` is called with the end time of each drained node, by node
         (`ClusterHost.ends_at`)."""
         self._say, self._follow, self._look = say, follow, look
         self._hosts: dict[str, ClusterHost] = {}

@@ -31,14 +31,14 @@ class RunFiles(NamedTuple):
 
     @staticmethod
     def of(model_folder: Path, data: Iterable[Path], run_folder: Path | None = None) -> RunFiles:
-        """List a model with all its files, the data sets, and the run folder, if there is one."""
+        """Return the model folder and all its files, the data sets, and the run folder, if there is one."""
         files = sorted(path for path in model_folder.iterdir() if path.is_file())
         sizes = {str(model_folder): None} | {str(path): path.stat().st_size for path in (*files, *data)}
         return RunFiles(sizes, None if run_folder is None else str(run_folder))
 
     def problem(self) -> str | None:
-        """Return a text about the first path that this machine lacks, has differently or may not use; None if all paths
-        are right."""
+        """Return a text about the first path that does not exist on this machine, has another size than on the driver's
+        machine, or may not be read or written; None if there is no such path."""
         for path, size in self.sizes.items():
             if not os.path.exists(path):
                 return f"has no {path}"

@@ -1,7 +1,8 @@
 """Reserves resources for the trainer's ranks and the engines, as one placement group that is created whole or not
 at all; also places the buffer.
 
-A bundle is the resources of one rank or of one engine, whose GPUs are on one node. Two ranks and an engine of two GPUs:
+A bundle is the resources of one rank or of one engine; all GPUs of a bundle are on one node. The bundles of a run with
+two ranks and an engine of two GPUs:
 
     bundles   {CPU 1, GPU 1}  {CPU 1, GPU 1}  {CPU 1, GPU 2}
     index      rank 0          rank 1          generator-0
@@ -40,7 +41,7 @@ GPU with a rank."""
 QUIET_SECONDS = 2.0
 """Seconds that a run waits for room before a message says what is missing."""
 SAY_SECONDS = 20.0
-"""Seconds between two messages about the same wait for room."""
+"""Seconds between two messages while a run waits for room."""
 
 CALLS = 100_000
 """Maximum number of calls to the buffer that may be open at once. Each waiting claim is an open call; calls with steps
@@ -204,7 +205,7 @@ def _in_words(resources: Mapping[str, float], labels: Mapping[str, str]) -> str:
 
 
 def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> dict[str, Any]:
-    """Return the actor options of one rank."""
+    """Return the options with which Ray creates the actor of one rank."""
     shares = config.weights.transport == "ipc"
     bundle = rank_bundle(config, gpus)
     # micro-batches differ in length, which leaves holes between fixed segments; CUDA IPC shares fixed segments only
@@ -221,8 +222,8 @@ def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> 
 
 
 def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int) -> dict[str, Any]:
-    """Return the options of an actor with an engine. `bundle`: the index of the engine's bundle, or, with CUDA IPC, of
-    the bundle of the rank that shares the GPU."""
+    """Return the options with which Ray creates an actor with an engine. `bundle`: the index of the engine's bundle,
+    or, with CUDA IPC, of the bundle of the rank that shares the GPU."""
     shares = config.weights.transport == "ipc"
     return {
         "num_cpus": _resources(gpus)["CPU"],
@@ -234,8 +235,8 @@ def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int)
 
 
 def buffer_options(config: Config) -> dict[str, Any]:
-    """Return the buffer's actor options. The buffer is placed on the driver's node if the node has the required labels,
-    because the loss of the driver's node ends the run in any case."""
+    """Return the options with which Ray creates the buffer's actor. The buffer is placed on the driver's node if the
+    node has the required labels, because the loss of the driver's node ends the run in any case."""
     labels = dict(config.placement.buffer)
     here = {**labels, NODE_ID: ray.get_runtime_context().get_node_id()}
     return {

@@ -63,8 +63,9 @@ def run(
 ) -> int:
     """Run to the end, to a stop signal or to a failure; returns the exit code.
 
-    `resume` is the folder of a run to continue from the checkpoint of `manifest`; the caller holds the folder's lock. A
-    stop signal writes the final weights and returns 128 + its number.
+    `resume`: the folder of a run to continue from the checkpoint of `manifest`; the caller holds the folder's lock.
+    `revisions`: the downloaded revision of each hub address, by setting. After a stop signal the final weights are
+    written, and the exit code is 128 + the signal's number.
 
     Raises:
         UserError: the configuration or a file that it names is wrong.
@@ -189,9 +190,11 @@ def _run_on_ray(
 
 
 def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals], has_final: bool = False) -> int:
-    """Wait until the object store has all final files of the run; returns 0 if it has them, else an exit code.
+    """Wait until the unfinished uploads of the run have reached the object store; returns 0 if they have, else an exit
+    code.
 
-    The run has ended already: its summary is written, and its folder is complete. A stop signal ends the wait.
+    The run has ended already: its summary is written, and its folder is complete. One of the `heeded` signals ends the
+    wait. `has_final`: whether the run has written final weights.
     """
     if uploads is None:
         return 0

@@ -100,8 +100,8 @@ def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iter
 def on_stop_signal(stop: Callable[[int], None], force: Callable[[int], None]) -> Iterator[None]:
     """Call `stop` with the number of the first stop signal, from the running event loop; see `Heard`.
 
-    `force` may be called at any point of the main thread, and must not return. Signals are handled after the `with`
-    block too.
+    On the third signal `force` is called, at any point of the main thread; it must not return. These handlers stay in
+    place after the `with` block.
     """
     reading, writing = socket.socketpair()
     for end in (reading, writing):
@@ -182,9 +182,8 @@ def when_stuck(give_up: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def force_after(seconds: float, end: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
-    """Yield a function that starts a countdown of `seconds` when it is first called; its argument is a signal's number.
-
-    If the `with` block has not ended by the end of the countdown, `end` is called with the number, from another thread.
+    """Yield a function that takes the number of a signal. If the `with` block has not ended `seconds` after the first
+    call of that function, `end` is called with the number, from another thread.
     """
     started: list[threading.Timer] = []
 

@@ -1,9 +1,9 @@
-"""Computes an adapter in a CPU engine with two small matrix products for each run. A run is a sequence of consecutive
-rows of a batch with the same adapter.
+"""Computes LoRA adapters in a CPU engine. Consecutive rows of a batch with the same adapter are one run, and each run
+takes two small matrix products.
 
 vLLM 0.32 instead copies the adapter's matrices A and B for each row, which takes several times as long as the model
-itself. vLLM also applies the adapter of the last slot to rows without an adapter
-(https://github.com/vllm-project/vllm/pull/48421).
+itself. vLLM has a slot for each loaded adapter, and also applies the adapter of the last slot to rows without an
+adapter (https://github.com/vllm-project/vllm/pull/48421).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def runs_of(slots_N: Tensor) -> list[RowRun]:
     """Return the runs of consecutive rows that have the same adapter, from the adapter slot of each row [N]; -1 stands
     for a row without an adapter.
 
-    [1 1 -1 0] -> [(0, 2, 1), (3, 4, 0)]
+    slots [1 1 -1 0] -> (start, stop, slot) of each run: [(0, 2, 1), (3, 4, 0)]
     """
     slots, lengths = torch.unique_consecutive(slots_N, return_counts=True)
     stops = lengths.cumsum(0)
@@ -55,7 +55,7 @@ class RunsOfRows(PunicaWrapperCPU):  # type: ignore[misc]
         output_slices: Sequence[int],
         **unused: Any,
     ) -> None:
-        """Add scale x A^T B^T to each slice of y.
+        """Add `scale * x @ A.T @ B.T` to each slice of y, with the matrices A and B of each row's adapter slot.
 
         x [N, in], y [N, sum(output_slices)], for each slice A [slots, 1, rank, in] and B [slots, 1, slice, rank].
         """

@@ -29,7 +29,8 @@ class Overflows:
     """Counts the preemptions that a full KV cache causes. A weight update also preempts all requests; these preemptions
     are not counted.
 
-    vLLM reports a preemption only with the request's next token, in some later step, and without a reason.
+    vLLM reports a preemption only with the request's next token, in some later scheduler step, and without a reason.
+    Here an update preempts 3 requests, and then vLLM reports 2 + 0 + 1 + 1 preemptions:
 
     >>> overflows = Overflows()
     >>> overflows.updated(running=3, waiting=0)
@@ -44,8 +45,8 @@ class Overflows:
         """Number of preemptions by updates that are not reported yet."""
 
     def updated(self, running: int, waiting: int) -> None:
-        """Note that a weight update preempted the running requests; earlier preemptions of some of them may not be
-        reported yet."""
+        """Note that a weight update preempted the `running` requests; vLLM may not have reported earlier preemptions of
+        some of these requests yet. `waiting`: the number of requests that wait for room in the batch."""
         # Cancelled requests report nothing, so without a bound the number of expected reports would grow for ever.
         self._by_updates = min(self._by_updates + running, UNREPORTED * (running + waiting))
 

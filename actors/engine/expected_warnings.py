@@ -1,4 +1,4 @@
-"""Log filters that drop vLLM's harmless warnings."""
+"""Log filters for vLLM's harmless warnings: each function returns False for one warning, which drops it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ engine core."""
 
 
 def not_of_rounding(record: LogRecord) -> bool:
-    """Drop the warning that float32 weights are loaded into parameters of a shorter type; a model folder may have
-    float32 weights."""
+    """Return False for the warning that float32 weights are loaded into parameters of a shorter type; a model folder
+    may have float32 weights."""
     return not (isinstance(record.args, tuple) and "torch.float32" in map(str, record.args[1:2]))
 
 
 def not_of_a_rotary_embedding(record: LogRecord) -> bool:
-    """Drop the warning about rotary embeddings, which have no weights to load."""
+    """Return False for the warning about rotary embeddings, which have no weights to load."""
     return not str(record.args).endswith("RotaryEmbedding',)")
 
 
 def not_of_the_head(record: LogRecord) -> bool:
-    """Drop the warning about the output head, which gets no weights if it is tied to the embedding."""
+    """Return False for the warning about the output head, which gets no weights if it is tied to the embedding."""
     return record.args != ("ParallelLMHead",)
 
 
 def not_of_the_end(record: LogRecord) -> bool:
-    """Drop the warning that the engine core gives no more answers; vLLM logs it after Baton has stopped the core."""
+    """Return False for the warning that the engine core gives no more answers, which vLLM logs after Baton has stopped
+    the core."""
     return "output_handler failed" not in record.getMessage()

@@ -27,7 +27,8 @@ class RunPlayer(Player[Agents]):
         number: int = 0,
         served: Served | None = None,
     ) -> None:
-        """Store the settings; `keys` and `number` are passed to `Agents`, `served` to `FrozenModels`."""
+        """Store the settings. `keys`: the keys of the run's agents; `number`: the number of this generator, from 0;
+        `served`: generates the messages of frozen roles that the run itself serves."""
         endpoint = config.endpoint
 
         def agents(chat: Chat, timed: Engine, limits: AgentLimits) -> Agents | None:

@@ -40,7 +40,8 @@ class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
             )
 
     def preempted_by_update(self) -> None:
-        """Note that a weight update has preempted every running request; all steps before it are recorded already."""
+        """Note that a weight update has preempted every running request. Call this once `record` has been called for
+        every scheduler step before the update."""
         self._overflows.updated(self.load.running, self.load.waiting)
 
     def log_engine_initialized(self) -> None:

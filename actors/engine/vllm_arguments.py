@@ -35,8 +35,8 @@ MAX_SEQUENCES = 1024
 """Maximum number of requests that one engine runs at once; further requests wait inside vLLM."""
 
 GPU_BATCHED_TOKENS = 8192
-"""Maximum number of tokens in one step of a GPU engine. With vLLM's default of 2048, decoding leaves few tokens of a
-step for prompts."""
+"""Maximum number of tokens in one scheduler step of a GPU engine. With vLLM's default of 2048, decoding leaves few of
+these tokens for prompts."""
 
 CPU_KV_CACHE_BYTES = 4 << 30
 """Maximum bytes of a CPU engine's KV cache, if the configuration names no size."""
@@ -61,7 +61,7 @@ class EngineSettings(NamedTuple):
     sequences: int
     """Maximum number of requests that run at once."""
     row_tokens: int
-    """Maximum number of tokens in a row."""
+    """Maximum number of tokens in a row, that is in a training sequence: prompts and responses."""
     has_grammars: bool
     """Whether requests may demand structured output, which vLLM then enforces."""
     request_bytes: Callable[[Any], int]

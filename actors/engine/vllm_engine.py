@@ -3,9 +3,9 @@ versions come out.
 
 A process has one `AsyncLLM`. Weights change while requests run:
 
-    memory of the weights, checked -> pause (requests stay) -> pull, check, label with the version -> resume
+    check the memory of the weights -> pause (requests stay) -> pull, check, label with the version -> resume
 
-With `model.lora` only the adapter is updated in this way, and each request names it; see
+With `model.lora` only the adapter is updated in this way, and each request names the adapter; see
 `actors.weights.policy_tensors`.
 
 vLLM is imported inside functions. `engine_env` has to be set before vLLM is imported for the first time, and the
@@ -62,7 +62,7 @@ UPDATE_TRIES = 2
 
 
 class WeightUpdate(NamedTuple):
-    """The cost of one weight update."""
+    """The size of one weight update, and the time for which it paused the engine's requests."""
 
     bytes: int
     pause_seconds: float
@@ -143,7 +143,7 @@ class VllmEngine:
         return self.times.running
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
-        """Sample one turn.
+        """Sample the response to a prompt: one turn of a conversation.
 
         Raises:
             RunFailed: the engine is dead.

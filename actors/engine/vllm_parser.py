@@ -1,7 +1,7 @@
 """Makes vLLM's parsers of tool calls and thinking usable at the agents' endpoint.
 
-agents.tool_parser: hermes                    tool calls as Hermes models write them
-agents.tool_parser: hermes+deepseek_r1        and the thinking before them
+agents.tool_parser: hermes                    parses tool calls as Hermes models write them
+agents.tool_parser: hermes+deepseek_r1        also parses thinking as DeepSeek-R1 writes it, before the tool calls
 
 Only finished responses are parsed: vLLM's streaming parser treats thinking as content from the second turn on.
 """
@@ -33,7 +33,8 @@ ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type
 
 
 class VllmParser:
-    """The parsers of one family of models, for the endpoint."""
+    """Parses the responses of one family of models for the agents' endpoint: a parser of vLLM for tool calls, and
+    optionally one for thinking."""
 
     def __init__(self, name: str, tokenizer: Any, end_ids: Collection[int] = ()) -> None:
         """Load the parsers; `name`: the tool parser's name, optionally followed by `+` and a reasoning parser's name.
@@ -63,7 +64,7 @@ class VllmParser:
         self._tokenizer = tokenizer
 
     def parse(self, text: str, tools: Sequence[Tool] = (), token_ids: Sequence[int] = ()) -> Reply:
-        """Return the reply; text that the parser cannot read becomes content."""
+        """Return a response's content, thinking and tool calls; text that the parser cannot read becomes content."""
         said = text
         if self._is_marked and token_ids:
             ended = token_ids[:-1] if token_ids[-1] in self._end_ids else token_ids

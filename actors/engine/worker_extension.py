@@ -56,8 +56,8 @@ def allow_amx() -> None:
 
 
 def end_with_owner() -> None:
-    """Kill this process as soon as the owner has ended, for whatever reason; if the engine core is this process's
-    parent, kill the core too."""
+    """Kill this process as soon as its owner has ended, for whatever reason; if vLLM's engine core is this process's
+    parent, kill the core too. The owner is the process that has started the engine."""
     owner = int(os.environ.get(OWNER_PID, "0"))
     if owner in (0, os.getpid()):
         return
@@ -83,8 +83,8 @@ def _wait_and_end(owner_fd: int, core: int | None) -> None:
 def repack_for_cpu(model: torch.nn.Module) -> None:
     """Repack the weights for vLLM's CPU kernels, after a reload has written unpacked weights.
 
-    After a reload vLLM 0.32 keeps two outdated packed copies without an error: the head tied to the embedding, and
-    MoE experts.
+    vLLM 0.32 itself does not repack an output head that is tied to the embedding, nor the experts of an MoE model, and
+    would compute with their old packed copies, without an error.
     """
     if not current_platform.is_cpu():
         return
@@ -111,16 +111,17 @@ class PullInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class LayerwiseEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
-    """Reloads the model layer by layer, with vLLM's own sharding and layout."""
+    """Base class of vLLM weight transfer engines that reload the model layer by layer, with vLLM's own sharding and
+    layout."""
 
     def start_weight_update(self) -> None:
-        """Restore the layers to the layout of a checkpoint."""
+        """Give the layers the layout of a checkpoint again, so that weights can be loaded into them."""
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             getLogger(RELOADS).addFilter(not_of_the_head)
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        """Pack the layers for the kernels again."""
+        """Convert the loaded layers to the layout of vLLM's kernels again."""
         finalize_layerwise_reload(self.model, self.model_config)
         repack_for_cpu(self.model)
 
@@ -141,14 +142,23 @@ class PullingEngine(LayerwiseEngine):
         """Do nothing: this transfer needs no set-up."""
 
     def receive_weights(self, update_info: PullInfo) -> None:
-        """Load every parameter. Some layers read their parameters only in `finish_weight_update`."""
+        """Load every parameter from the sources of `update_info`. Some layers read their parameters only in
+        `finish_weight_update`.
+
+        Raises:
+            WeightsGone: weights were replaced while they were read.
+        """
         self._close()
         self._file = file_of(vars(update_info), self._kept)
         self.model.load_weights(self._file.tensors())
         self._check()
 
     def finish_weight_update(self) -> None:
-        """Pack the layers for the kernels again."""
+        """Convert the loaded layers to the layout of vLLM's kernels again, and close the weights file.
+
+        Raises:
+            WeightsGone: weights were replaced while they were read.
+        """
         super().finish_weight_update()
         self._check()
         self._close()
@@ -171,7 +181,8 @@ class PullingEngine(LayerwiseEngine):
 
 @dataclass
 class IpcUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """All parameters under their Hugging Face names, in another process's memory on this worker's GPU."""
+    """The data with which a worker opens all parameters, which are in another process's memory on this worker's GPU;
+    the parameters have their Hugging Face names."""
 
     tensors: list[TensorSpec]
     gpu: str
@@ -184,7 +195,7 @@ class IpcWeightEngine(IPCWeightTransferEngine):  # type: ignore[misc]
     update_info_cls = IpcUpdateInfo
 
     def receive_weights(self, update_info: IpcUpdateInfo) -> None:
-        """Load every parameter."""
+        """Load every parameter from the memory to which the handles of `update_info` refer."""
         names, dtypes, shapes = map(list, zip(*update_info.tensors, strict=True))
         specs = zip(update_info.tensors, update_info.handles, strict=True)
         handles = [{update_info.gpu: rebuild_arguments(handle, TensorSpec(*spec))} for spec, handle in specs]
@@ -233,8 +244,8 @@ class WorkerExtension:
     _slot: AdapterSlot
 
     def start_adapter(self: Any, shapes: AdapterShapes, rank: int, alpha: float) -> None:
-        """Fill the slot with an adapter that changes nothing, because a request with a missing adapter would end the
-        engine core."""
+        """Create the slot of the policy's adapter and fill it with an adapter that changes nothing, because a request
+        with a missing adapter would end the engine core."""
         self._slot = AdapterSlot(self.get_model(), rank, alpha)
         self._slot.load_weights((name, torch.zeros(shape)) for name, shape in shapes.items())
 

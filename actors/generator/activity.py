@@ -26,7 +26,7 @@ class Activity:
         self._began: float | None = None
         self._has_work = False
         self._waited = 0.0
-        """Total seconds of the waits that have ended."""
+        """The value of `seconds` when the generator last got a group after it had none."""
         self._evaluations = 0
 
     def begin(self) -> None:
@@ -40,7 +40,7 @@ class Activity:
         self._look()
 
     def busy(self, reason: str) -> float | None:
-        """Note that a group begins; returns the seconds for which the generator had no group before it, or None if
+        """Note that a group begins. Returns the seconds without a group before it, evaluations not included; None if
         another group is open. `reason`: why the group did not come earlier."""
         if self._has_work:
             return None
@@ -52,7 +52,7 @@ class Activity:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Record that the engine samples for an evaluation until the `with` block ends."""
+        """Record that the engine evaluates until the `with` block ends."""
         self._evaluations += 1
         self._look()
         try:

@@ -64,7 +64,7 @@ EXIT_SECONDS = 1.0
 
 
 class Membership(NamedTuple):
-    """The claimer and the outbox of this generator's incarnation at the buffer."""
+    """The objects through which the present incarnation of a generator talks to the buffer: a claimer and an outbox."""
 
     claimer: Claimer
     outbox: Outbox
@@ -337,8 +337,8 @@ class Generator(ImageHolder, Supervised):
 
     @ray.method(concurrency_group=WATCHING)  # type: ignore[untyped-decorator]
     async def blocked(self, known: int) -> str:
-        """Wait until more than `known` places in the code have blocked this generator's event loop; returns the message
-        about the first further place. Runs in a separate event loop.
+        """Wait until code in more than `known` different places has blocked this generator's event loop since the
+        start; returns the message about place number `known`, counted from 0. Runs in a separate event loop.
 
         Raises:
             ProcessLost: this process has not been started.

@@ -1,8 +1,8 @@
 """Claims groups from the buffer for a generator.
 
-claim(wait 0 s) -> Wait(lookahead)             why there is no group now
-claim(wait 2 s) -> Wait(lookahead)             long poll
-claim(wait 2 s) -> Assignment, Assignment      groups 17 and 18
+claim(wait 0 s) -> Wait(lookahead)             answered at once, with the reason why there is no group now
+claim(wait 2 s) -> Wait(lookahead)             answered after 2 s, because there was still no group
+claim(wait 2 s) -> Assignment, Assignment      answered as soon as there were groups: 17 and 18
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Claimer:
 
     def __post_init__(self) -> None:
         self._request_id = 0
-        """Number of the newest claim; a claim has a number for each group. Ray repeats a call whose answer was lost;
-        the buffer answers a repeated number with the same assignment."""
+        """The last number that a claim has used; a claim uses one number for each group that it asks for. Ray repeats a
+        call whose answer was lost; the buffer answers a repeated number with the same assignment."""
         self.arrived: list[Assignment] = []
         """Assignments that are not played yet, including assignments from polls that were abandoned."""
         self._look = asyncio.Event()
@@ -54,7 +54,7 @@ class Claimer:
         once."""
 
     def look_again(self) -> None:
-        """Claim again at once, because the engine serves a newer version, for which the buffer may have groups."""
+        """Claim again at once, because the engine serves a newer version, with which the buffer may grant groups."""
         self._look.set()
 
     def leave(self) -> None:

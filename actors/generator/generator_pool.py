@@ -101,8 +101,8 @@ class GeneratorPool:
         self.weights.register(name, str(await call(generator.start, who=name, within=within)))
 
     async def run(self) -> None:
-        """Generate until the buffer is drained; a generator that fails is restarted, or removed with its own
-        placement group.
+        """Let all generators generate until the buffer is drained. A generator that fails is restarted; if it has a
+        separate placement group, the generator and the placement group are removed instead.
 
         Raises:
             RunFailed: a generator failed more than `run.max_restarts` times without an optimizer step in between.
@@ -256,7 +256,7 @@ class GeneratorPool:
         return await self.weights.update(name)
 
     def progressed(self) -> None:
-        """Note that an optimizer step was taken, and reset the count of failures."""
+        """Note that an optimizer step was taken, and set each generator's number of failures to 0."""
         self._failures.clear()
 
     def _not_taken(self, name: str, version: PolicyVersion, error: BaseException) -> None:

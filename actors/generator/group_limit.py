@@ -29,7 +29,8 @@ class GroupLimit:
     """
 
     def __init__(self, most: int, at_once: float = 1.0) -> None:
-        """Set the limit; `at_once` is the fraction of `most` that a single claim may ask for."""
+        """Begin with a limit of `most` groups, which is also the maximum. `at_once`: the fraction of `most` that one
+        claim may ask for."""
         self._most = most
         self._at_once = at_once
         self._preemptions = 0
@@ -37,15 +38,15 @@ class GroupLimit:
 
     @staticmethod
     def of(config: Config) -> GroupLimit:
-        """Return a limit that begins with this generator's share of the configured groups. A single claim asks for at
-        most this generator's share of a mini-batch."""
+        """Return the limit of one of `generator.min_engines` generators: it begins with this generator's share of
+        `generator.concurrent_groups`, and a claim asks for at most this generator's share of a mini-batch."""
         generator = config.generator
         at_once = config.trainer.mini_batch_size / generator.concurrent_groups
         return GroupLimit(-(-generator.concurrent_groups // generator.min_engines), at_once)
 
     def room(self, open_groups: int) -> int:
-        """Return the number of groups to claim at once; at least 1, because the caller has checked that a group may
-        open."""
+        """Return the number of groups to ask for in one claim; at least 1, because the caller has checked that there is
+        room for another group."""
         return max(1, min(self.groups - open_groups, math.ceil(self._at_once * self._most)))
 
     def share(self, most: int) -> None:

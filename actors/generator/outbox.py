@@ -1,8 +1,10 @@
 """Sends steps and trajectory ends to the buffer in numbered messages; a message is sent again until it is acknowledged.
 
-append, append, end --hurry--> message 7 --submit--> Receipt               acknowledged: forgotten
-                                                     no answer             the same bytes again, until the deadline
-                                                     Refusal               each trajectory in a message of its own
+append, append, end: three items of message 7, which waits briefly for more items unless `hurry` is called
+
+submit(message 7) -> Receipt      acknowledged: the message is forgotten
+                  -> no answer    the same bytes are sent again, until the deadline
+                  -> Refusal      each trajectory of the message is sent again in a separate message
 """
 
 from __future__ import annotations
@@ -105,8 +107,8 @@ class Outbox:
         return trajectory not in message.refused | message.late
 
     def group_complete(self, last: bool) -> None:
-        """Note that the queued items complete a group. `last`: no other group is being played, so there is nothing for
-        which the message could wait."""
+        """Note that the queued items complete a group. `last`: no other group is being played; then the message is sent
+        at once, because no further item will come soon."""
         if self._open is not None:
             self._open.complete += 1
             if last or self._open.complete >= self._wanted:

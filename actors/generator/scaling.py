@@ -28,7 +28,7 @@ MARGIN_SECONDS = 5.0
 
 
 class Placed(NamedTuple):
-    """A generator that joins, and its placement group."""
+    """The actor of a generator that joins, and its placement group."""
 
     generator: Any
     room: PlacementGroup
@@ -47,8 +47,9 @@ class Scaling:
         asked_for: Callable[[int], int],
         say: Callable[[str], None],
     ) -> None:
-        """Store the settings; `place` makes the generator with a given number as soon as there is room;
-        `asked_for` is called with the number of generators that are asked for."""
+        """Store the settings. `place` makes the generator with a given number as soon as there is room. `asked_for` is
+        called with the number of generators that were asked for before, and returns the number that are asked for
+        now."""
         self._pool, self._place, self._asked_for, self._say = pool, place, asked_for, say
         self._grace, self._least = generator.leave_grace, generator.min_engines
         self._max_failures, self._wanted = run.max_restarts, self._least
@@ -68,8 +69,8 @@ class Scaling:
             task.cancel()
 
     def look(self, draining: dict[str, int]) -> None:
-        """Begin the joins and leaves that are due. `draining`: the Unix time in ms at which each drained node
-        ends; 0: unknown.
+        """Compare the generators with the number that are asked for; let generators join or leave accordingly.
+        `draining`: the Unix time in ms at which each drained node ends, by node; 0: unknown.
 
         Raises:
             RunFailed: there are too few generators, and more than `run.max_restarts` attempts in a row to join failed.

@@ -40,8 +40,8 @@ def begin_logs(parts: Sequence[str], folder: Path) -> None:
 
 
 def say_which_are_elsewhere(parts: Sequence[str], folder: Path, say: Callable[[str], None]) -> None:
-    """Find the logs that are still empty after all actors were constructed. For each, write the place of the part's
-    output to the terminal and into the empty log."""
+    """For each log that is still empty after all actors were constructed, write a line to the terminal and into the
+    log. The line says where the output is instead."""
     for part in parts:
         file = folder / f"{part}{SUFFIX}"
         if file.exists() and not file.stat().st_size:

@@ -93,7 +93,7 @@ class MetricsHub(Supervised):
             write_address(self._folder, self._url)
 
     def _earlier_port(self) -> int | None:
-        """The port at which this run was served before the hub died; None at its first start."""
+        """The port at which this run was served before the hub died; None at the hub's first start."""
         if self._folder is None or not (self._folder / ADDRESS).exists():
             return None
         return urlsplit(read_address(self._folder)).port
@@ -202,10 +202,10 @@ class ScrapeTargets:
 
 
 def run_target(address: str, folder: str | None) -> dict[str, Any]:
-    """Return a run's metrics service in the format of Prometheus' service discovery, named after the run's folder.
+    """Return a run's metrics address in the format of Prometheus' service discovery, labelled with the run's folder.
 
-    Prometheus sends the folder with each scrape. So a new run at the address of a killed run does not answer for the
-    killed run.
+    Prometheus sends the folder with each scrape, and a run refuses a scrape with another run's folder. So a new run at
+    the address of a killed run does not answer for the killed run.
     """
     labels = {"__meta_baton_kind": "baton"}
     if folder is not None:

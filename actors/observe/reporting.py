@@ -1,4 +1,5 @@
-"""Pushes the metrics and status reports of one process to the metrics hub, once a second."""
+"""Pushes the metrics and status reports of one process to the metrics hub, every second, or from a thread every 4
+seconds."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ longer time."""
 
 
 class Reporter:
-    """Has the recorder of a process, and pushes the recorder's snapshots until `stop`.
+    """Holds metrics and timeline of a process, and pushes them, with the queued status reports, to the metrics hub.
 
     `refresh` is called before every push; it sets the metrics that depend on the current state.
     """
@@ -51,19 +52,21 @@ class Reporter:
             self.metrics.set("baton_actor_host_info", 1.0, host=ray.util.get_node_ip_address())
 
     def start(self) -> None:
-        """Start to push, in the running event loop."""
+        """Start to push to the hub every `PUSH_SECONDS`, in the running event loop."""
         self._task = asyncio.ensure_future(self._push_forever())
 
     def start_thread(self) -> None:
-        """Start to push in a thread, for an actor whose methods block its event loop."""
+        """Start to push to the hub every `THREAD_PUSH_SECONDS`, in a thread: for an actor whose methods block its event
+        loop."""
         threading.Thread(target=self._push_in_thread, name="metrics", daemon=True).start()
 
     def report(self, part: str, report: Mapping[str, Any]) -> None:
-        """Queue a report for the status document; the next push sends it."""
+        """Queue the report `part` (`run`, `buffer` or `step`) of the status document; the next push sends it."""
         self._reports.append((part, dict(report)))
 
     def push(self) -> None:
-        """Push now. The hub's answer is not awaited, so a dead hub delays nothing."""
+        """Send the metrics, the queued reports and the new lines of the timeline to the hub now. The hub's answer is
+        not awaited, so a dead hub delays nothing."""
         began = time.thread_time()
         if self._refresh is not None:
             self._refresh(self.metrics)
@@ -75,7 +78,7 @@ class Reporter:
         self.metrics.count("baton_metrics_seconds_total", time.thread_time() - began)
 
     def stop(self) -> None:
-        """Push for the last time, and end the reporter."""
+        """End the regular pushes, and push to the hub a last time."""
         self._stopped.set()
         if self._task is not None:
             self._task.cancel()

@@ -31,7 +31,7 @@ SLOW_SYNC_SECONDS = 0.02
 
 
 class RunTelemetry(Reporter):
-    """Reports the run's state and its steps, for the driver."""
+    """The driver's reporter: sends the state and the optimizer steps of the run to the metrics hub."""
 
     def __init__(
         self, config: Config, hub: Any, folder: str, uploads: Uploads | None = None, shares_cores: bool = False
@@ -56,7 +56,7 @@ class RunTelemetry(Reporter):
         self.trace.span(row, f"step {step}", began, time.monotonic())
 
     def state(self, state: str) -> None:
-        """Report that the run entered a state: starting, warm_start, training, stopping, finished or stopped."""
+        """Report that the run has entered this state: starting, warm_start, training, stopping, finished or stopped."""
         self.metrics.set_all("baton_run_state", "state", {state: 1})
         self._report_run(state=state)
         self.push()
@@ -77,8 +77,8 @@ class RunTelemetry(Reporter):
         self.trace.counter("staleness", staleness)
 
     def failing(self, why: str) -> None:
-        """Report the reason why many trajectories fail, or why failures make a step wait; an empty text means that
-        neither happens."""
+        """Report why many trajectories fail, or which failures make the next optimizer step wait; an empty text means
+        that neither happens."""
         self._report_run(failing=why)
 
     def aborted(self) -> None:
@@ -115,7 +115,7 @@ class RunTelemetry(Reporter):
 
 
 class BufferTelemetry(Reporter):
-    """Reports the buffer's ledger and the mini-batches that it leases."""
+    """The buffer's reporter: sends the buffer's ledger and the leased mini-batches to the metrics hub."""
 
     def __init__(self, config: Config, hub: Any, buffer: Buffer) -> None:
         super().__init__("buffer", "buffer", config, hub, self._measure_now)

@@ -23,8 +23,8 @@ class RayWorker:
     """A worker that asks the Ray actor of a scorer; implements `service.scorers.asking.Worker`."""
 
     def __init__(self, name: str, is_process: bool) -> None:
-        """Store the settings; `is_process`: whether the actor gets one group at a time, and is ended if it does not
-        answer."""
+        """Store the settings. `name`: the actor's name; `is_process`: whether the actor serves this worker alone, and
+        its process is ended if it does not answer."""
         self._name = name
         self._is_process = is_process
         self._life: str | None = None
@@ -46,11 +46,11 @@ class RayWorker:
             await asyncio.sleep(RESTART_PAUSE)
 
     async def ask(self, row: int, group: bytes) -> bytes:
-        """Return the actor's reply."""
+        """Return the actor's reply about a group; see `Scorer.reply`."""
         return await self._call("reply", row, group)  # type: ignore[no-any-return]
 
     def renew(self) -> None:
-        """End the actor's process; Ray then starts it again."""
+        """End the actor's process, if `is_process`; Ray then starts the actor again."""
         if self._is_process:
             self._ended = self._life
             with suppress(ValueError):  # there is no actor of that name; the next request will fail
@@ -77,7 +77,8 @@ def actor_names(scorers: Mapping[str, ScorerConfig]) -> dict[str, list[str]]:
 
 
 def workers(scorers: Mapping[str, ScorerConfig]) -> dict[str, list[Worker]]:
-    """Return the workers of each scorer; workers of an address or of an engine share one actor."""
+    """Return the workers of each scorer. If a scorer runs a user's code, each worker has an actor; if the scorer calls
+    an address or an engine, its workers share one actor."""
     made: dict[str, list[Worker]] = {}
     for name, actors in actor_names(scorers).items():
         settings = scorers[name]

@@ -127,7 +127,7 @@ class TrainerRank(Supervised):
         return self._learner is not None
 
     def meeting_point(self) -> MeetingPoint:
-        """Return an address of this rank's node with a free port, at which a process group can meet."""
+        """Return the address of this rank's node and a free port there, at which the ranks can form a process group."""
         address = ray.util.get_node_ip_address()
         with socket.socket() as free:
             free.bind((address, 0))
@@ -227,7 +227,7 @@ class TrainerRank(Supervised):
         return found
 
     def begin_profile(self, steps: int) -> None:
-        """Record a profile of the next optimizer steps."""
+        """Record a profile of the next `steps` optimizer steps."""
         self._profile = StepProfile(steps, self._device)
 
     def take_profile(self) -> bytes:
@@ -240,8 +240,9 @@ class TrainerRank(Supervised):
     def weights(self, version: int) -> Source | None:
         """Copy or gather the policy; every rank must call this.
 
-        With transport `memory` each rank copies its own part and returns where the part lies; engines read it there, or
-        the driver sends it with `bucket`. With transport `ipc` every rank gathers all weights for `ipc_handles`.
+        With transport `memory` each rank copies its own part of the weights and returns the part's place. Engines read
+        the part there, or the driver sends the part with `bucket`. With transport `ipc` every rank gathers all weights
+        for `ipc_handles`, and returns None.
         """
         with self._busy("weights"):
             if self._config.weights.transport == "memory":

@@ -32,8 +32,9 @@ class TrainerGroup:
     """All ranks of the trainer. A method that calls the ranks raises `TrainerLost` if a rank fails."""
 
     def __init__(self, ranks: Sequence[Any], start_deadline: float, deadline: float, warm_start_steps: int = 0) -> None:
-        """Store the settings; `deadline`: seconds in which a rank must answer a call; also the time for each step of
-        the warm start."""
+        """Store the settings. `start_deadline`: seconds in which the ranks must start; `deadline`: seconds in which a
+        rank must answer a later call. The call for the warm start has `deadline` seconds for each of the
+        `warm_start_steps` steps."""
         self._start_deadline, self._deadline, self._warm_start_steps = start_deadline, deadline, warm_start_steps
         self._ranks = list(ranks)
         self.named = {f"trainer-{number}": rank for number, rank in enumerate(ranks)}
@@ -105,7 +106,8 @@ class TrainerGroup:
         return float((await self._ask_all("supervised", ray.put(list(rows)), lr))[0])
 
     async def step(self, batches: Sequence[bytes]) -> StepReport:
-        """Take one optimizer step; `batches` has a part for each rank, or for each group that shares micro-batches."""
+        """Take one optimizer step; `batches` has the encoded part of the mini-batch for each rank, or for each group of
+        ranks that share micro-batches."""
         ranks_of_part = len(self._ranks) // len(batches)
         of_rank = [batch for batch in batches for _ in range(ranks_of_part)]
         reports = await asyncio.gather(*(self._ask(rank, "step", batch) for rank, batch in enumerate(of_rank)))
@@ -137,13 +139,14 @@ class TrainerGroup:
     async def ipc_handles(self, number: int, version: PolicyVersion) -> tuple[bytes, int] | None:
         """Return an announcement with memory handles of a rank's weights, and the announcement's checksum.
 
-        The handles are for one update of the engine on the rank's GPU. None: the rank has newer weights.
+        `number`: the number of the rank. The handles are for one update of the engine on the rank's GPU. None: the
+        rank has newer weights.
         """
         found: tuple[bytes, int] | None = await self._ask(number, "ipc_handles", version.pack())
         return found
 
     async def begin_profile(self, ranks: Sequence[int], steps: int) -> None:
-        """Let these ranks record a profile of their next optimizer steps."""
+        """Let these ranks record a profile of their next `steps` optimizer steps."""
         await asyncio.gather(*(self._ask(rank, "begin_profile", steps) for rank in ranks))
 
     async def profiles(self, ranks: Sequence[int]) -> list[bytes]:

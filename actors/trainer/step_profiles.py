@@ -46,7 +46,7 @@ class Profiles:
             self._say(f"profile of steps {step - request.steps + 1} to {step}: {problem or ', '.join(files)}")
 
     def lost(self) -> None:
-        """Discard the profile, because the ranks died and their records are lost."""
+        """Give up the profile that is being recorded, because the ranks that recorded it have died."""
         if self._current is not None:
             self._asked.answer(self._current, (), "the trainer failed while it was profiled")
             self._current = None

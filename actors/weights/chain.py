@@ -1,6 +1,8 @@
 """Sends one publication of the weights from the ranks to several nodes. Each node receives the weights once, and passes
 them on to the next node.
 
+At one moment, for example, three buckets of each rank are on their way:
+
     rank 0 on node A   --bucket 2--> node A --bucket 1--> node B --bucket 0--> node C
     rank 1 on node B   --bucket 2--> node B --bucket 1--> node C --bucket 0--> node A
 
@@ -45,7 +47,7 @@ class Replaced(BatonError):
 
 @dataclass(eq=False)
 class NodeImage:
-    """The driver's record of a node's image of one version of the weights."""
+    """What the driver knows about a node's image of one version of the weights: who holds it, where, and its state."""
 
     weights: PublishedWeights
     holder: str
@@ -82,7 +84,7 @@ class WeightChain:
         self._within = deadline / TRIES
         self._hops = {image: asyncio.Semaphore(AT_ONCE) for image in ways[0]}
         self._mute = set[NodeImage]()
-        """Images whose copies did not reach the next node."""
+        """Images from whose nodes a bucket did not reach the next node; no further bucket is taken from these nodes."""
 
     async def send(self) -> None:
         """Send the weights file to all nodes.

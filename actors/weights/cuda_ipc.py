@@ -39,14 +39,15 @@ Handle = dict[str, Any]
 
 
 def handle_of(rebuild_arguments: Mapping[str, Any]) -> Handle:
-    """Make a handle from torch's arguments of `rebuild_cuda_tensor`, given by name."""
+    """Return the handle of a tensor, from the arguments by name with which torch's `rebuild_cuda_tensor` opens the
+    tensor in another process."""
     fields: Handle = {name: bytes(rebuild_arguments[name]).hex() for name in BYTE_FIELDS}
     return fields | {name: rebuild_arguments[name] for name in NUMBER_FIELDS}
 
 
 def rebuild_arguments(handle: Handle, spec: TensorSpec) -> tuple[Any, ...]:
-    """Return torch's arguments of `rebuild_cuda_tensor`, in order; the tensor is contiguous, on the first GPU of this
-    process."""
+    """Return the arguments, in order, with which torch's `rebuild_cuda_tensor` opens the tensor of a handle in this
+    process, as a contiguous tensor on the process's first GPU."""
     handles = {name: bytes.fromhex(handle[name]) for name in BYTE_FIELDS}
     return (
         Tensor,
@@ -69,7 +70,7 @@ def rebuild_arguments(handle: Handle, spec: TensorSpec) -> tuple[Any, ...]:
 
 def encode_handles(weights: Mapping[str, Tensor], device: torch.device) -> bytes:
     """Encode handles of these tensors for the engine on this GPU. The engine must open each handle exactly once,
-    because each call adds a reader of the memory."""
+    because each call of this function counts one more reader of the memory, until the engine closes the handle."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
     # The engine's process does not wait for kernels that this process has queued.

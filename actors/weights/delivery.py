@@ -43,8 +43,8 @@ class Delivery:
         source_failed: Callable[[TrainerLost], None],
         sent: Callable[[int], None],
     ) -> None:
-        """Store the settings; `not_taken` is called with the reason why an engine did not load a version,
-        `source_failed` when the trainer could not send it; `sent`: see `NodeImages`."""
+        """Store the settings. `not_taken` is called with the generator, the version and the error if an engine did not
+        load a version; `source_failed` is called if the trainer could not send a version; `sent`: see `NodeImages`."""
         self._config, self._generators, self._source, self._is_up = config, generators, source, is_up
         self._not_taken, self._source_failed = not_taken, source_failed
         self._images = NodeImages(generators, source, config.sync_deadline, sent)
@@ -79,8 +79,8 @@ class Delivery:
     async def published(self) -> float | None:
         """Wait until every engine serves the newest weights.
 
-        Returns the seconds from the start of sending the weights until the last engine served them; None if that was
-        returned before.
+        Returns the seconds from the start of sending the weights until the last engine served them; None if an earlier
+        call has returned these seconds, or no weights were sent yet.
 
         Raises:
             RunFailed: the update took longer than `weights.sync_deadline`.

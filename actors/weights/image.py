@@ -31,8 +31,8 @@ class Image:
     whole from the ranks."""
 
     def __init__(self, version: int, n_bytes: int, memory: WeightMemory | None = None) -> None:
-        """Begin the file in `memory`, which has the file's size, or, if None, in new memory. The file is marked with
-        its version once all of its bytes are there."""
+        """Begin an empty file of `n_bytes` in `memory`, whose size is `n_bytes` too; if `memory` is None, in new
+        memory. The memory gets the version only once all bytes of the file are there."""
         self._version, self._missing = version, n_bytes
         self.memory = memory or WeightMemory(n_bytes)
         self.memory.mark(NO_VERSION)
@@ -67,7 +67,8 @@ class Image:
     def read(
         self, agent: NixlAgent, sources: Sequence[Source], remotes: Sequence[RemoteMemory], within: float
     ) -> RemoteMemory:
-        """Read all parts from other processes, then let other hosts read the image; raises `ReadFailed` on failure."""
+        """Read all parts from other processes with NIXL, then let other hosts read the image. Raises `ReadFailed` if a
+        read fails, or takes more than `within` seconds."""
         agent.read(self._version, sources, remotes, self.memory, within)
         self.memory.mark(self._version)
         return agent.share(self.memory)
@@ -87,7 +88,8 @@ class Image:
 
 
 class ImageHolder:
-    """The part of a generator that holds images; the driver gives each image a number."""
+    """Base class of generators: holds images of the weights for the engines of a node. The driver gives each image a
+    number."""
 
     def __init__(self) -> None:
         self._images: dict[int, Image] = {}
@@ -99,10 +101,11 @@ class ImageHolder:
         self._reading = asyncio.Lock()
 
     async def hold_image(self, number: int, version: int, n_bytes: int) -> str:
-        """Hold an image of weights for all engines of this node until `release_image`; returns its path.
+        """Create image `number`, of `n_bytes`, for all engines of this node, if there is no such image yet; hold it
+        until `release_image`. Returns the image's path.
 
         Raises:
-            WeightsGone: the image was already released, because Ray may reorder calls.
+            WeightsGone: the image was already released; Ray may reorder the calls.
         """
         if number in self._released:
             raise WeightsGone("these weights are not held any more")
@@ -168,8 +171,8 @@ class ImageHolder:
         return message if passes_on else None, None
 
     async def release_image(self, number: int) -> None:
-        """Keep the memory of an image for the next image. If an earlier process held the image, do nothing, because the
-        memory is already free."""
+        """Hold an image no longer, and keep its memory for a later image. If an earlier process of this generator held
+        the image, there is nothing to do, because the memory was freed with that process."""
         self._released.append(number)
         if (image := self._images.pop(number, None)) is not None:
             self._keep(await asyncio.to_thread(image.release))

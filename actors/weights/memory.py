@@ -60,7 +60,7 @@ class WeightMemory:
         return self._octets[start : start + self.n_bytes]
 
     def mark(self, version: int, buffer: int = 0) -> None:
-        """Set the version of a buffer."""
+        """Set the version of a buffer; `NO_VERSION` removes the version."""
         self._versions[buffer] = version
 
     def register(self) -> None:
@@ -99,7 +99,7 @@ class OpenMemory:
         return int(_versions(self.octets)[buffer])
 
     def close(self) -> None:
-        """Close the descriptor; the bytes stay as long as they are used."""
+        """Close the file descriptor; tensors of this memory remain valid."""
         self._end()
 
 

@@ -1,9 +1,9 @@
 """Reads other hosts' memory with NIXL. A node's image is filled from the buffers of the ranks or from the image of
 another node, over RDMA, and no process makes an intermediate copy.
 
-    rank's process        | versions | buffer 0 | buffer 1 |      -> RemoteMemory, once
-    generator's process   READ the versions;  each span of the rank's part  -READ->  its place in the image;
-                          READ the versions
+    rank's process        shares the memory  | versions | buffer 0 | buffer 1 |  once, as RemoteMemory
+    generator's process   READs the version,  then each span of the rank's part into the span's place in the image,
+                          then the version again
 
 The version of a buffer is removed before the buffer is written. A version that is still there after all spans were read
 thus shows that no span was replaced meanwhile. A version contains the trainer's incarnation, and the name of a NIXL
@@ -45,7 +45,7 @@ class ReadFailed(BatonError):
 
 
 class RemoteMemory(NamedTuple):
-    """The data with which processes of other hosts read the memory of a process; see `WeightMemory`."""
+    """The data with which processes of other hosts read the `WeightMemory` of a process."""
 
     agent: bytes
     """The metadata of the process's NIXL agent: its name, its network addresses, the keys of its memory."""

@@ -1,5 +1,5 @@
-"""The place from which the engines of a node read the newest weights. It is the memory of the ranks if all ranks are
-on the node, otherwise the node's image, which one generator fills for all engines of the node.
+"""Decides from where the engines of a node read the newest weights: from the memory of the ranks if all ranks are on
+the node, otherwise from the node's image, which one generator fills for all engines of the node.
 
     node A   generator-0  fills /proc/71/fd/40#7 <- ranks              generator-1  loads it          (`#7`: inode 7)
     node B   generator-2  fills /proc/35/fd/40#9 <- ranks or node A    generator-3  loads it
@@ -34,7 +34,8 @@ MAX_FAILURES = 2
 
 
 class NodeImages:
-    """Knows for each node the generator that holds the node's image."""
+    """Lets one generator on each node fill the node's image of the weights, and release the image when no engine needs
+    it any more."""
 
     def __init__(
         self,
@@ -50,9 +51,9 @@ class NodeImages:
         """The newest image of each node, by node."""
         self._numbers = count()
         self._failures = 0
-        """Number of the last publications in a row that NIXL did not bring to all nodes."""
+        """How many of the newest publications, without a success in between, NIXL did not bring to all nodes."""
         self._said = ""
-        """How weights go to other hosts, as it was logged."""
+        """The last logged text about how weights go to other hosts."""
         self._under_way: set[asyncio.Task[None]] = set()
 
     def register(self, name: str, node: str) -> None:
@@ -66,8 +67,8 @@ class NodeImages:
 
     @asynccontextmanager
     async def spread(self, names: Sequence[str], weights: PublishedWeights) -> AsyncIterator[None]:
-        """Send weights to the nodes of these generators, from node to node; the images are held until the `with` block
-        ends."""
+        """Begin to send weights, from node to node, to the nodes of these generators, except a node with all ranks. The
+        nodes' images of these weights are held until the `with` block ends."""
         lacking = [name for name in reversed(names) if not self._is_beside(name, weights)]
         one_a_node = {self._node_of[name]: name for name in lacking}
         all_held = self._begin(list(one_a_node.values()), weights)
@@ -98,7 +99,8 @@ class NodeImages:
             await self._let_go(held)
 
     def forget(self, name: str) -> None:
-        """Forget a node's image that a generator could not open, because its holder has ended."""
+        """Forget the image on the node of the generator `name`, which could not open the image because the generator
+        that held it has ended."""
         self._held.pop(self._node_of[name], None)
 
     async def _hold(self, name: str, weights: PublishedWeights) -> NodeImage:

@@ -34,7 +34,7 @@ class WeightPart:
 
     @staticmethod
     def of_spans(spans: Sequence[tuple[int, int]]) -> WeightPart:
-        """Make a part of these spans; adjacent spans become one.
+        """Make a part of these spans, each (first byte, number of bytes); adjacent spans become one.
 
         >>> WeightPart.of_spans([(0, 8), (8, 4), (20, 4)]).spans
         ((0, 12), (20, 4))
@@ -57,7 +57,8 @@ class WeightPart:
         return self.ends[-1] if self.ends else 0
 
     def within(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the spans of the file that hold the bytes from `start` to `stop` of the part.
+        """Return the spans of the file, each as (first byte, number of bytes), that hold the bytes from `start` to
+        `stop` of the part.
 
         >>> WeightPart.of_spans([(0, 8), (20, 4)]).within(6, 10)
         [(6, 2), (20, 2)]
@@ -72,7 +73,8 @@ class WeightPart:
 
 
 class Source(NamedTuple):
-    """The place from which processes of the same host read a part."""
+    """The place in shared memory from which processes of the same host read a part of a weights file, or an image with
+    the whole file."""
 
     part: WeightPart
     path: str
@@ -86,7 +88,8 @@ class Source(NamedTuple):
 
 
 class WeightBucket(NamedTuple):
-    """Describes bytes of a part that travel as one message."""
+    """The description of bytes of a part that travel as one message: their positions in the file, and their
+    checksum."""
 
     spans: tuple[tuple[int, int], ...]
     """The first byte in the file and the number of bytes of each span of the message."""

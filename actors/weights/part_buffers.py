@@ -73,8 +73,8 @@ class PartBuffers:
                 return None, str(failed)
 
     def bucket(self, version: int, start: int, stop: int) -> tuple[WeightBucket, Octets] | None:
-        """Return the bytes from `start` to `stop` of the part, with their description; None if no buffer has the
-        version."""
+        """Return the bytes from `start` to `stop` of the part, with their description; None if `version` is not the
+        newest version."""
         with self._lock:
             if version != self.version:
                 return None

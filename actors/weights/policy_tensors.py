@@ -117,7 +117,8 @@ class PolicySize(NamedTuple):
         return size._replace(elements=size.count(shapes))
 
     def count(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
-        """Return the number of elements in tensors with these names and shapes, without a tied head."""
+        """Return the number of elements in tensors with these names and shapes; an output head that is tied to the
+        embedding is not counted."""
         return sum(math.prod(shape) for name, shape in shapes if not (self.tied and name == TIED_HEAD))
 
     def check(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> None:
@@ -146,8 +147,8 @@ def encode_announcement(weights: Mapping[str, Tensor], **more: Any) -> bytes:
 
 
 def decode_announcement(data: WeightBytes, checksum: int, size: PolicySize) -> tuple[dict[str, Any], int]:
-    """Decode and check an announcement, with which an engine's workers receive the tensors; also returns the total
-    bytes of the tensors.
+    """Check an announcement. Returns its data, with which an engine's workers receive the tensors, and the number of
+    bytes of all tensors.
 
     Raises:
         ValueError: the announcement was changed on the way, or names more or less than the whole policy.

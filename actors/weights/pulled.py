@@ -36,7 +36,7 @@ elements, [(stop - start) x ...]."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a weights file."""
+    """Type, shape and position of a tensor in a weights file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -48,7 +48,8 @@ class WeightFile:
     """The weights file of one version, opened for reading."""
 
     def __init__(self, version: int, sources: Sequence[Source], kept: dict[str, OpenMemory] | None = None) -> None:
-        """Open the file. `kept`: memory that stays open from one version to the next, by inode number; is updated here.
+        """Open the file. `kept`: memory that stays open from one version to the next, by inode number; if such memory
+        has to be opened here, it is added to `kept`.
 
         Raises:
             WeightsGone: a holder has ended, or has another version.
@@ -118,7 +119,7 @@ class WeightFile:
         return whole
 
     def stored(self) -> dict[str, StoredTensor]:
-        """Return the tensors that the header names.
+        """Return the tensors that the file's header lists, by name.
 
         Raises:
             ValueError: the parts are not a complete safetensors file.
@@ -139,7 +140,7 @@ class WeightFile:
             raise ValueError(f"weights of {self.n_bytes} bytes are not a safetensors file") from error
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor; its values are read when they are used."""
+        """Yield (name, tensor) of every tensor of the file; a tensor's values are read only when they are used."""
         for name, (dtype, shape, at) in self.stored().items():
             width = prod(shape[1:])
             read = partial(self._rows, dtype, at, width * dtype.itemsize)
@@ -163,8 +164,8 @@ class WeightFile:
 
 
 def file_of(info: Mapping[str, Any], kept: dict[str, OpenMemory]) -> WeightFile:
-    """Open a file that another process has open; `info` comes from `WeightFile.info`. Raises the errors of
-    `WeightFile`."""
+    """Open a weights file that another process has open; `info` comes from `WeightFile.info` of that process. `kept`:
+    see `WeightFile`; memory that the file does not use is closed. Raises the errors of `WeightFile`."""
     sources = [Source(WeightPart.of_spans(spans), *where) for spans, *where in info["sources"]]
     numbers = {source.path.partition("#")[2] for source in sources}
     for number in kept.keys() - numbers:  # of ranks that have ended
@@ -191,7 +192,8 @@ class PulledTensor(Tensor):
         return made
 
     def pulled(self, device: torch.device = CPU) -> Tensor:
-        """Read all rows that the view touches to the device, as whole rows, and return the view of these rows."""
+        """Return the view with its values, on the device. All rows of the stored tensor, from the first to the last one
+        that the view touches, are read as whole rows."""
         view = self._view
         if not view.numel():
             return torch.empty(view.shape, dtype=view.dtype, device=device)

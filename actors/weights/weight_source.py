@@ -28,7 +28,7 @@ class TrainerLost(BatonError):
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """Weights that are being sent to the engines."""
+    """One version of the weights that is sent to the engines."""
 
     version: PolicyVersion
     sources: tuple[Source, ...] = ()
@@ -60,5 +60,6 @@ class WeightSource(Protocol):
     async def ipc_handles(self, number: int, version: PolicyVersion) -> tuple[bytes, int] | None:
         """Return an announcement with memory handles of a rank's weights, and the announcement's checksum.
 
-        The handles are for one update of the engine on the rank's GPU. None: the rank has newer weights.
+        `number`: the number of the rank. The handles are for one update of the engine on the rank's GPU. None: the
+        rank has newer weights.
         """
