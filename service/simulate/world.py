@@ -17,8 +17,8 @@ from service.simulate.trainer import SimulatedTrainer
 
 HANG_SECONDS = 600.0
 """A run hangs if it takes no optimizer step and ends no group for this many simulated seconds more than the longest
-regular pause. The longest regular pause is the sum of the seconds of: the longest trajectory, its scorers, an evaluation
-with the longest trajectories, an optimizer step, and the arrival of the step's weights."""
+regular pause: the seconds of the longest trajectory, its scorers, an evaluation with the longest trajectories, an
+optimizer step, and the arrival of the step's weights."""
 HANG_GROUPS = 100
 """A run hangs too if this many groups in a row end untrained, without a complete group between them."""
 SEGMENT_BYTES = 64 << 20
@@ -84,17 +84,18 @@ class World:
     def _until(self, done: Callable[[], bool]) -> None:
         """Advance time until `done()` is true; raises RunFailed if the simulated run hangs."""
         begun = since = self.loop.now
-        progress, useful, vacated = -1, (-1, -1), 0
+        useful, ended, ended_before = (0, 0), 0, 0
 
         def stuck() -> bool:
-            nonlocal progress, since, useful, vacated
-            ledger = self.host.buffer.ledger
+            nonlocal since, useful, ended, ended_before
+            ledger, earlier = self.host.buffer.ledger, (useful, ended)
             complete = ledger.state.next_finished - ledger.in_state[GroupState.FILTERED]
-            if self.loop.now < self.calm_from or useful != (useful := (len(self.measured.committed_at), complete)):
-                progress, vacated = -1, ledger.state.vacated
-            if progress != (progress := ledger.state.vacated):
+            useful, ended = (len(self.measured.committed_at), complete), ledger.state.vacated
+            if self.loop.now < self.calm_from or (useful, ended) != earlier:
                 since = self.loop.now
-            return self.loop.now - since > self.patience or progress - vacated > HANG_GROUPS
+            if self.loop.now < self.calm_from or useful != earlier[0]:
+                ended_before = ended
+            return self.loop.now - since > self.patience or ended - ended_before > HANG_GROUPS
 
         if not self.loop.run(lambda: done() or stuck()):
             raise RunFailed(f"no event is left at {self.loop.now:.0f} s; {self._where()}")
