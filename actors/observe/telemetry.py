@@ -48,7 +48,7 @@ class RunTelemetry(Reporter):
         self._states.enter(state, **detail)
 
     def seconds_by_state(self) -> Mapping[str, float]:
-        """Return the seconds that the trainer as a whole has spent in each state of `doing` so far."""
+        """Return the seconds that the trainer as a whole has spent so far in each state that `doing` reports."""
         return self._states.seconds()
 
     def span(self, row: str, step: int, began: float) -> None:

@@ -1,6 +1,6 @@
 """Observing a run: metrics, status, progress, trajectories.
 
-metrics       an event -> `measure` -> the recorder of `metrics`, with the names of `metrics_table` -> each second
+metrics       an event -> `measure` -> the recorder of `metrics`, with the names of `metrics_table` -> every 1 to 4 s
               `actors.observe.reporting` pushes a snapshot -> `hub` merges the actors' snapshots -> `/metrics`
 status        reports of the driver and the buffer -> `hub` -> the document of `status` -> `/status`; shown by
               `status_page.html` in a browser, by `status` and `status_view` in a terminal (`baton status`)
