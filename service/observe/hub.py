@@ -74,7 +74,7 @@ class Pushed:
         return sum(self.by_label(name, "role").values())
 
     def sample(self, name: str, value: float) -> bytes:
-        """A sample of a metric about this actor, as a line."""
+        """The Prometheus line of a metric about this actor, with the value `value`."""
         return f'{name}{{ident="{self.ident}",role="{self.role}"}} {value!r}\n'.encode()
 
 
