@@ -89,7 +89,8 @@ class Bottleneck(Protocol):
         waited for it; None while there is too little data."""
 
     def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The current bottleneck for the status document; None while there is too little data."""
+        """The current bottleneck, as the status document has it under `binding`; None while there is too little
+        data."""
 
 
 class Hub:
