@@ -26,8 +26,9 @@ PATTERNS = {"strict": MARKED, "flexible": ANY, "boxed": BOXED}
 
 
 class Gsm8k:
-    """One problem. The method `strict` reads the number after `####`; `flexible` reads the last number in the text;
-    `boxed` reads the content of the last `\\boxed{}`, which need not be a number."""
+    """The environment: an object plays one episode, with one problem. How the answer is read depends on `method`:
+    `strict` reads the number after `####`; `flexible` reads the last number in the text; `boxed` reads the content of
+    the last `\\boxed{}`, which need not be a number."""
 
     def __init__(self, method: Literal["strict", "flexible", "boxed"] = "strict") -> None:
         if method not in PATTERNS:
@@ -47,7 +48,7 @@ class Gsm8k:
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
-        """Give reward 1 for the right answer."""
+        """Read the answer from the text; the right answer has reward 1, and the episode ends."""
         found = self._pattern.findall(text)
         return StepResult((), float(bool(found) and _equal(found[-1], self._truth)), True)
 

@@ -27,18 +27,19 @@ EXAMPLE = (f"1 to {LARGEST}?", "8", "lower: 1 to 7?", "4", f"right! 1 to {LARGES
 
 
 class GuessNumber:
-    """Answers a guess with the remaining range; the right guess has reward 1 and ends the episode."""
+    """The environment: an object plays one game. It answers a guess with the remaining range; the right guess has
+    reward 1 and ends the episode."""
 
     replayable = True
 
     def check_task(self, task: Task) -> None:
-        """Raises if the row's number is not in the game."""
+        """Raises if the row's number is not between 1 and `LARGEST`."""
         number = int(task.reward_spec["ground_truth"])
         if not 1 <= number <= LARGEST:
             raise ValueError(f"ground_truth {number} is not between 1 and {LARGEST}")
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """Begin a game."""
+        """Begin a game; returns the row's prompt."""
         self._number = int(task.reward_spec["ground_truth"])
         self._low, self._high, self._guesses = 1, LARGEST, 0
         return task.prompt

@@ -89,7 +89,7 @@ class Lookup:
         int(task.extra_info["seed"])
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """The row's prompt; its facts depend only on the row, so that all samples of a prompt share them."""
+        """The row's prompt. The facts depend only on the row, so that all samples of a prompt share them."""
         self._puzzle = puzzle(int(task.extra_info["seed"]))
         return task.prompt
 

@@ -145,7 +145,7 @@ class Session:
 
     @property
     def n_steps(self) -> int:
-        """Number of steps so far."""
+        """Number of the trajectory's steps so far."""
         return len(self.tree.calls)
 
     @property

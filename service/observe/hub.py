@@ -74,7 +74,7 @@ class Pushed:
         return sum(self.by_label(name, "role").values())
 
     def sample(self, name: str, value: float) -> bytes:
-        """A sample of a metric about this actor, as a line."""
+        """The Prometheus line of a metric about this actor, with the value `value`."""
         return f'{name}{{ident="{self.ident}",role="{self.role}"}} {value!r}\n'.encode()
 
 
@@ -89,7 +89,8 @@ class Bottleneck(Protocol):
         waited for it; None while there is too little data."""
 
     def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The current bottleneck for the status document; None while there is too little data."""
+        """The current bottleneck, as the status document has it under `binding`; None while there is too little
+        data."""
 
 
 class Hub:

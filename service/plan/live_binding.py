@@ -246,7 +246,9 @@ class Window:
         return None if whole is None else (str(whole.found.part), whole.found.waits * whole.found.is_bottleneck)
 
     def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The current bottleneck, for the status document; None if there is too little data."""
+        """The current bottleneck, for the status document: its `part`, whether it is a `usual` one (engines or
+        trainer), the fraction of time for which the other side `waits`, and a `sentence`; None if there is too little
+        data."""
         if (now := self.now(Limits.of(run))) is None:
             return None
         found = now.found

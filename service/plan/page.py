@@ -25,7 +25,7 @@ MODEL = (
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """The lines of the page."""
+    """The lines of the page that shows a plan on a terminal."""
     split, settings = plan.chosen, plan.settings
     parallel = settings.generator.engine_gpus
     engines = _count(split.engines, "engine") + (f" of {parallel} GPUs" if parallel > 1 else "")

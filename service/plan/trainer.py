@@ -112,7 +112,8 @@ class Memory:
 
 
 def estimated(settings: FitSettings, folder: Path, device: Device) -> tuple[Trainer, Memory, str | None]:
-    """Estimate the trainer and the engine's memory of a configuration.
+    """Estimate the trainer and the engines' memory of a configuration: (estimate of a rank's optimizer step, memory of
+    an engine, text).
 
     The text says why the configuration does not fit into memory, and names remedies; it is None if the configuration
     fits.

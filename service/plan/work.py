@@ -17,7 +17,7 @@ def _option(meaning: str, lowest: float, highest: float) -> Any:
 
 @dataclass(frozen=True)
 class Work:
-    """Means over trajectories; lengths in tokens, times in seconds."""
+    """Figures that describe the trajectories of a run: means, with lengths in tokens and times in seconds."""
 
     turns: float = _option("turns of a trajectory", 1.0, 1e5)
     prompt_tokens: float = _option("tokens of a trajectory's first prompt", 1.0, 1e9)

@@ -67,7 +67,8 @@ def tokens_of(step: Record, record: Record, max_staleness: int, words: Words) ->
 
 
 def sections(record: Record, max_staleness: int, words: Words) -> Iterator[tuple[str, Iterable[Token]]]:
-    """The parts of a trajectory, each with its title: its branches, its steps, and the transcript of an agent's run."""
+    """The titled sections in which a trajectory is shown: its branches, its steps, and the transcript of an agent's
+    run."""
     if tree := branches(record):
         yield "branches", [_plain("\n".join(tree))]
     for step in record["steps"]:

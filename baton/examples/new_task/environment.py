@@ -23,7 +23,7 @@ PROMPT = "guess my number"
 
 
 class GuessNumber:
-    """Answers a guess with `higher` or `lower`; the right number has reward 1 and ends the episode."""
+    """The environment: answers a guess with `higher` or `lower`; the right number has reward 1 and ends the episode."""
 
     def check_task(self, task: Task) -> None:
         """Raises if a row cannot be played; called for every row before a run starts. This method is optional."""

@@ -55,7 +55,7 @@ class ToolChoice(Struct):
 
 
 class CommonFields(Struct, kw_only=True):
-    """Fields that requests of all dialects share."""
+    """Fields that requests of all dialects except `generate` share."""
 
     model: str | None = None
     stream: bool | None = None

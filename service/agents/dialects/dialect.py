@@ -126,13 +126,14 @@ def frame(data: Any, event: str = "") -> bytes:
 
 
 def head(answer: CallAnswer, asked: CallRequest, prefix: str, kind: str) -> dict[str, Any]:
-    """The first fields of each answer, and of each chunk of an answer, in chat completions and completions."""
+    """The first fields of each answer, and of each chunk of an answer, in chat completions and completions; `prefix`:
+    the beginning of the `id`, `kind`: the field `object`."""
     made = {"created": answer.created, "model": asked.model}
     return {"id": f"{prefix}-{answer.call.name}", "object": kind, **made}
 
 
 def openai_error(refused: Refused) -> dict[str, Any]:
-    """The body of an error in chat completions, completions and responses."""
+    """The body of an error, in OpenAI's form, which all dialects except `messages` use."""
     kind = "server_error" if refused.status >= 500 else ERROR_TYPES.get(refused.status, "invalid_request_error")
     return {"error": {"message": str(refused), "type": kind, "param": refused.field, "code": refused.code}}
 

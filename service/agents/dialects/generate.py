@@ -45,7 +45,8 @@ def read(body: Mapping[str, Any]) -> CallRequest:
 
 
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
-    """The answer: sampled ids with log-probabilities, and spans of the policy's versions."""
+    """The answer: sampled ids with log-probabilities, and for each policy version the spans of the ids that it
+    sampled."""
     ids, logprobs = answer.sampled()
     content: list[dict[str, Any]] = [
         {"token_id": i, "token": f"token_id:{i}", "logprob": p, "rank": None, "top_logprobs": []}

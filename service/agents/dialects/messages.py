@@ -117,7 +117,7 @@ def read_to_count(body: Mapping[str, Any]) -> CallRequest:
 
 
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
-    """The answer as a message."""
+    """The answer as a message object of the API Messages."""
     call = answer.call
     blocks: list[dict[str, Any]] = []
     if call.reply.thinking:
@@ -165,7 +165,7 @@ def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
 
 
 def error(refused: Refused) -> dict[str, Any]:
-    """The body of an error."""
+    """The body of an error in the API Messages."""
     kind = KINDS.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
     details = {"error_code": refused.code, "unsupported": [refused.field]} if refused.code == NO_THREAD else None
     return {"type": "error", "error": {"type": kind, "message": str(refused), "details": details}}

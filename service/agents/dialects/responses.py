@@ -149,7 +149,7 @@ def read(body: Mapping[str, Any]) -> CallRequest:
 
 
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
-    """The answer as a response."""
+    """The answer as a response object of the API Responses."""
     numbers, is_cut = answer.usage, answer.finish == "length"
     return {
         "id": f"resp_{answer.call.name}",

@@ -30,7 +30,7 @@ INIT = "1"
 
 
 class Processes:
-    """Measures what the processes of a command use; each method measures anew."""
+    """Measures the threads and the memory of a command's processes; each method measures when it is called."""
 
     def __init__(self, proc: int | None) -> None:
         """`proc`: descriptor of the open folder /proc of the command's PID namespace; None: all descendants of this
