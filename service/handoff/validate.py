@@ -135,7 +135,8 @@ def _order(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _said(group: StepGroup, limits: Limits) -> Refusal | None:
-    """The refusal of an end with unknown roles, invalid rewards, a wrong number of values, or a long transcript."""
+    """The refusal of an end record with unknown roles, invalid rewards, a wrong number of values, or a long
+    transcript."""
     ends = group.ends
     said_E, transcript_E = lengths_of(ends.step_offsets_E), lengths_of(ends.offsets_E)
     wrong_E = (said_E != 0) & (said_E != ends.n_steps_E)
