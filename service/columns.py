@@ -3,8 +3,8 @@
 A table is a dataclass of arrays, and the name of each array ends in an axis letter: an array `.._K` has one item per
 step, `.._R` one per row, `.._N` one per token. Item `k` owns the tokens `offsets_K[k]:offsets_K[k + 1]`; a column
 `step_offsets_E` likewise gives each item of axis `E` a range of a second ragged axis, `S`. Name, type and annotation of
-a field are the whole definition of a column; the wire format, the comparison of steps, the merge
-and the table in docs/formats.md derive from it:
+a field are the whole definition of a column; the wire format, the comparison of steps, the merge and the table in
+docs/formats.md derive from it:
 
     offsets_K    [0          3       5]     token_ids_N [10 20 30 | 80 90]
     select [1] -> offsets_K [0 2], token_ids_N [80 90]
@@ -96,7 +96,7 @@ class Columns(NamedTuple):
 
     all: tuple[Column, ...]
     items: tuple[Column, ...]
-    """Columns with one item per step, end or row."""
+    """Columns with one item per step, end record or row."""
     tokens: tuple[Column, ...]
     """Columns with one item per token."""
     ragged: tuple[tuple[str, tuple[Column, ...]], ...]

@@ -188,7 +188,7 @@ class Tokens(TrainedTokens):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Steps(Tokens, Table):
-    """K steps as columns (see the module's example). The fields of this class define the data of a step."""
+    """A table of K steps, as columns (see the example in the module's text). The fields say which data a step has."""
 
     uids: tuple[str, ...]
     stop_reasons: tuple[str, ...]
@@ -231,14 +231,16 @@ class Ends(Table):
     stop_reason_E: Int32s
     reward_E: Float64s
     step_offsets_E: Int64s
-    """[E + 1] where each end's steps begin on axis `S`; an end without roles and later rewards has no steps there."""
+    """[E + 1] where the steps of each end record begin on axis `S`; an end record without roles and later rewards has
+    no steps there."""
     role_S: Uint8s
     """[S] the number of each step's role (`service.handoff.steps.roles`)."""
     later_reward_S: Float64s
     """[S] the reward given to each step after the step was sent, in addition to the step's own reward."""
     offsets_E: Int64s
     transcript_N: Uint8s
-    """The transcripts of all ends, in UTF-8, one after the other; a transcript is the output of an agent's run."""
+    """The transcripts of all end records, in UTF-8, one after the other; a transcript is the output of an agent's
+    run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,8 +47,8 @@ def check_command_only(config: Config, source: Source) -> None:
 
 
 def check_bytes(config: Config, expert_bytes: int) -> None:
-    """Refuse settings that bound the bytes of memory and journal and are too small. `expert_bytes`: bytes of the
-    recorded expert numbers of one token.
+    """Refuse limits of memory and of the journal that are too small. `expert_bytes`: bytes of the recorded expert
+    numbers of one token.
 
     Raises:
         ConfigError: names every bound that is too small.

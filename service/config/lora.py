@@ -36,5 +36,6 @@ class LoraConfig(Section):
 
     @property
     def slot_rank(self) -> int:
-        """Rank of the engine's slot for the adapter: the smallest slot rank that is at least `rank`."""
+        """Rank of the adapter slot with which the engine is started: the smallest one in `SLOT_RANKS` that is at least
+        `rank`."""
         return next(rank for rank in SLOT_RANKS if rank >= self.rank)

@@ -54,8 +54,7 @@ def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1, e
 
     Raises:
         UserError: a file is missing or malformed; or the model is not supported, its maximum length is too short, or
-        the
-            ranks cannot divide its heads or experts.
+            the ranks cannot divide its heads or experts.
     """
     require_files(folder, MODEL_CONFIG, TOKENIZER)
     check_description(folder, longest, sequence_parallel, expert_parallel)

@@ -1,4 +1,4 @@
-"""Checks the files, folders and modules that a configuration names."""
+"""Checks the files, folders, programs and modules that a configuration names."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ def elsewhere(config: Config) -> list[str]:
 
     Raises:
         UserError: a file or folder that exists is of the wrong kind or damaged, or a package that a setting needs is
-        not
-            installed.
+            not installed.
     """
     problems = list(_problems(config))
     _refuse(problem for problem in problems if not problem.is_missing)

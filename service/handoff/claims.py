@@ -1,4 +1,5 @@
-"""Answers a generator's claim: first with restarted and moved trajectories, then with the next prompt if admitted."""
+"""Answers a generator's claim: first with restarted and moved trajectories, then with the next prompt if its group is
+admitted."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ NAME_BYTES = 5 << 10
 NOTE_BYTES = 1 << 10
 """The part of NAME_BYTES that is for a note; further bytes of a longer note are counted separately."""
 ITEM_BYTES = (3 << 10) + NAME_BYTES
-"""Maximum bytes of a step or an end without tokens: other columns, and frame, header and names of its own message."""
+"""Maximum bytes of a step or an end record without tokens: other columns, and frame, header and names of its own
+message."""
 TOKEN_BYTES = sum(
     column.dtype.itemsize
     for column in columns_of(Steps).tokens
@@ -36,9 +37,9 @@ SCORE_BYTES = 1 << 9
 INFO_BYTES = 1 << 11
 """Maximum UTF-8 bytes of a scorer's text about one trajectory."""
 SAID_BYTES = 9
-"""Maximum bytes of an end's values about one step: a role and a reward."""
+"""Maximum bytes of an end record's values about one step: a role and a reward."""
 TRANSCRIPT_BYTES = 1 << 16
-"""Maximum UTF-8 bytes of the transcript that an end carries."""
+"""Maximum UTF-8 bytes of the transcript that an end record carries."""
 EVENT_BYTES = 1 << 20
 """Bytes of the journal that are kept for events, so that leases continue when no more groups are admitted."""
 JOURNAL_SEGMENTS = 8

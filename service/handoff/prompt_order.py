@@ -11,7 +11,8 @@ from service.types import Int64s
 
 
 class Prompts:
-    """Dataset rows in the order of issue. After the last row a new epoch begins; if shuffled, in its own order.
+    """The dataset rows in the order in which their prompts are issued. After the last row a new epoch begins; with
+    `shuffle`, each epoch has an order of its own.
 
     With 3 rows, places 0 1 2 are the first epoch, 3 4 5 the second. A group_id never repeats; it is equal to the
     group's place, unless a curriculum skipped places.
@@ -31,7 +32,8 @@ class Prompts:
         return int(self.rows(place, place + 1)[0])
 
     def rows(self, start: int, stop: int) -> Int64s:
-        """The dataset rows at the places from `start` to `stop`, or to the end of `start`'s epoch if it comes first."""
+        """The dataset rows at the places from `start` to `stop`, or only to the end of the epoch that contains
+        `start`."""
         epoch, first = divmod(start, len(self._uids))
         last = min(first + stop - start, len(self._uids))
         return self._order(epoch)[first:last] if self._shuffle else np.arange(first, last)

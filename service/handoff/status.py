@@ -1,4 +1,4 @@
-"""The status of the buffer: its groups, tokens, scorers and waits."""
+"""The status of the buffer: its groups, tokens and scorers, and who has to wait."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ class Claim(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Work for a generator: samples of one prompt, each with its attempt number."""
+    """Work for a generator: trajectories of one group, with the number of each in the group (`samples`) and the number
+    of its attempt."""
 
     group_id: int
     prompt_uid: str
@@ -65,8 +66,8 @@ class WaitReason(StrEnum):
 
 
 class Wait(NamedTuple):
-    """The answer to a claim or a lease that has to wait: the reason, the reason in words, and the monotonic time in
-    seconds since when it has had to wait for this reason."""
+    """The answer to a claim or a lease that has to wait: the kind of reason, the reason in words, and the monotonic
+    time in seconds at which the wait for this reason began."""
 
     reason: WaitReason
     detail: str

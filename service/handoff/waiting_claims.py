@@ -31,7 +31,7 @@ class WaitingClaim:
     wait: Wait
     """The buffer's answer when the claim arrived."""
     deadline: float
-    """Monotonic seconds at which the claim is answered with a wait."""
+    """Monotonic time in seconds at which the claim is answered with `wait`."""
     reply: Callable[[ClaimAnswer], None]
 
 

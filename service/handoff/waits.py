@@ -21,7 +21,8 @@ groups and in mini-batches, counts. Such a series is rare even if only one group
 
 
 class Waits:
-    """Knows who has to wait at present (a generator, the trainer or the journal), and the reason in words."""
+    """The generators that have to wait at present, and the trainer and the journal if they have to, each with the
+    reason in words."""
 
     def __init__(self, settings: BufferSettings, record: Record) -> None:
         self._settings, self._record, self._clock = settings, record, record.clock

@@ -138,7 +138,7 @@ class RunMark(_Record):
         """Read the mark of the run that a store holds; None if the store is empty.
 
         Raises:
-            UserError: the object is not the mark of a run.
+            UserError: the object is not the mark of a run, or the store has other objects but no mark.
         """
         if RUN not in sizes:
             if sizes:

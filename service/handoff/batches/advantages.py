@@ -25,15 +25,18 @@ docs/credit.md shows why this baseline adds no bias, and has the formula of each
 
     rewards   a: 0 1    b: 1    gamma 1      values  a: 1 1    b: 1 (0)      rloo  a: 0 1    b: 0
 
-**By role**: a part consists of one role's turns in one trajectory, in order, and the role's return. Roles that the
-configuration names have rewards, groups and baselines of their own; all other steps are the part of `main`:
+**By role**: the turns of one role in one trajectory, in order, are treated like a trajectory of their own, with a
+return of their own. Roles that the configuration names have rewards, groups and baselines of their own; all other turns
+belong to `main`:
 
-    turns of a trajectory    main 0   verifier 1   main 0.5         returns: sum     parts  main 0, 0.5   verifier 1
-    group of prompt p        the main parts of its trajectories are compared, and the verifier parts are
+    rewards of a trajectory's turns    main 0   verifier 1   main 0.5
+    its returns with `returns: sum`    main 0.5   verifier 1
+    advantages in its group            the returns of main are compared with each other, and those of verifier are
 
-With `returns: last` a part's return is the reward of its last turn. A trajectory in which a named role had no turn has
-no part of that role. If a group has only one part of a role, this part has no baseline, and the estimators that compare
-trajectories (`GROUP_ESTIMATORS`) give it the advantage 0.
+With `returns: last` the return of a named role is the reward of the role's last turn, and the return of `main` is the
+reward of the end record. A trajectory in which a named role had no turn has no return of that role. If only one
+trajectory of a group has a role, there is no baseline, and the estimators that compare trajectories
+(`GROUP_ESTIMATORS`) give it the advantage 0.
 """
 
 from __future__ import annotations
@@ -237,7 +240,9 @@ def parts(played: Played, rule: Rule) -> Iterator[Part]:
 
 
 def _role_metrics(part: Part, advantage_X: Float64s, prompt_X: Int32s) -> dict[str, float]:
-    """Metrics of a role: its advantages, and its turns per trajectory, over the trajectories in which it has turns."""
+    """Metrics of a role: the mean return, the turns per trajectory, and the fraction of groups in which all advantages
+    of the role are 0. Groups without turns of the role are left out, and so are trajectories without turns of a named
+    role; `main` counts every trajectory."""
     moved_P = np.bincount(prompt_X[part.place_X], advantage_X[part.place_X] != 0)
     spoke_P = np.bincount(prompt_X[part.place_X])
     return {

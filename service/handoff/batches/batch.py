@@ -109,7 +109,7 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
 
     Raises:
         ValueError: there are no groups; a sampled token has no log-probability, or its version is not published;
-            a step's trajectory has no end; a step came twice.
+            a step's trajectory has no end record; a step came twice.
     """
     if not groups:
         raise ValueError("a mini-batch of no groups")

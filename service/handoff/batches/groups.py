@@ -28,8 +28,8 @@ def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None 
     ('a', [2, 1], [1.0, 0.0])
 
     Raises:
-        ValueError: a trajectory lacks a step or its end, or its end has a different number of steps; a group_id or a
-            trajectory has two prompts.
+        ValueError: a trajectory lacks a step or the end record, or the end record has another number of steps; a
+            group_id or a trajectory has two prompts.
     """
     listed = list(steps)
     last: dict[TrajectoryId, Step] = {}

@@ -218,7 +218,7 @@ def _addition(received: _Received) -> Addition | Refusal | None:
 
 
 def _new_end(received: _Received) -> TrajectoryEnd | Refusal | None:
-    """The trajectory's end if it is new; None for a duplicate or the end of a failed attempt."""
+    """The trajectory's end record if it is new; None for a duplicate or the end record of a failed attempt."""
     known = received.held.ends.get(received.id.sample)
     new = None
     for end in received.ends:

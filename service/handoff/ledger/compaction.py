@@ -26,9 +26,10 @@ from service.types import StepGroup, TrajectoryEnd
 
 
 def make_room(record: Record, wanted: int) -> None:
-    """Begin to free the journal's oldest segments; the next sync of the journal removes them.
+    """Mark the oldest segments that no group needs for removal; the next sync of the journal removes them.
 
-    `wanted`: bytes to free, if necessary by copying the needed frames of one more segment; 0: copy nothing.
+    `wanted`: number of bytes to free. If these segments have fewer bytes, the needed frames of the next segment are
+    copied to the end of the journal, so that it can be removed too.
     """
     journal = record.journal
     if journal.reclaims:

@@ -246,7 +246,7 @@ class Addition(NamedTuple):
     """Number of sampled tokens in the new steps whose log-probability is not a finite number."""
     n_bytes: int
     end: TrajectoryEnd | None
-    """The end of the trajectory, if the message contains it and it is new."""
+    """The end record of the trajectory, if the message contains it and it is new."""
     chain: Chain | None
     """The trajectory's `Chain` with the new steps; None if steps branch or are missing, or if it is complete."""
 

@@ -104,7 +104,7 @@ class Ledger:
         return len(self.since) + sum(map(len, self.unassigned.values()))
 
     def played_by(self, generator: str) -> dict[int, list[int]]:
-        """By group_id, the numbers in the group of the unfinished trajectories that a generator plays."""
+        """The unfinished trajectories that a generator plays: by group_id, their numbers in the group (samples)."""
         groups, samples = self.state.groups, dict[int, list[int]]()
         played = [(o, sample) for o, sample in self.since if groups[o].trajectories[sample].generator == generator]
         for group_id, sample in sorted(played):
@@ -401,7 +401,8 @@ def _used_fates(group: Group, loss: Fate) -> tuple[tuple[Fate, int], ...]:
 
 
 def unrewarded(group: Group, rewards: Sequence[float]) -> list[int]:
-    """The numbers in the group of the trajectories to which a scorer gave no reward: `rewards` has NaN for them."""
+    """The samples (numbers of trajectories in the group) to which a scorer gave no reward: `rewards` has NaN for
+    them."""
     samples = (sample for sample, trajectory in enumerate(group.trajectories) if not trajectory.given_up)
     return [sample for sample, reward in zip(samples, rewards, strict=False) if math.isnan(reward)]
 

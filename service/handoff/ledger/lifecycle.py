@@ -18,9 +18,9 @@ class GroupState(StrEnum):
     """The state of a group in its lifecycle."""
 
     ISSUED = "issued"
-    """A generator claimed the group; no step or end of the group was accepted yet."""
+    """A generator claimed the group; no step or end record of the group was accepted yet."""
     OPEN = "open"
-    """A step or an end of the group was accepted; not all trajectories are complete."""
+    """A step or an end record of the group was accepted; not all trajectories are complete."""
     SCORING = "scoring"
     """All trajectories are complete; at least one scorer has not answered yet."""
     COMPLETE = "complete"

@@ -77,7 +77,7 @@ class Held:
         ]
 
     def samples(self) -> list[int]:
-        """The numbers in the group of the trajectories of which at least one step or the end record was accepted."""
+        """The samples (numbers of trajectories in the group) of which a step or the end record was accepted."""
         return sorted({*self.ends, *(int(sample) for table in self.steps for sample in np.unique(table.sample_K))})
 
     def rearrange(self, steps: list[Steps]) -> None:

@@ -37,13 +37,13 @@ class Trajectory:
     indices: set[int] = field(default_factory=set)
     """Indices of the accepted steps."""
     n_steps: int | None = None
-    """Number of steps of the whole trajectory; None until the trajectory's end was accepted."""
+    """Number of steps of the whole trajectory; None until the end record was accepted."""
     tokens: int = 0
     """Number of sampled tokens."""
     bad_tokens: int = 0
     """Number of sampled tokens whose log-probability is not a finite number."""
     n_bytes: int = 0
-    """Bytes of the accepted steps and end, as `service.handoff.group_bytes` counts them."""
+    """Bytes of the accepted steps and end record, as `service.handoff.group_bytes` counts them."""
     given_up: bool = False
     """Whether the group continues without the trajectory."""
     moves: int = 0
@@ -69,7 +69,7 @@ class Group:
     """The final attempt of each sample, once all samples are complete; GIVEN_UP for a sample that was given up."""
     state: GroupState = GroupState.ISSUED
     first_position: int | None = None
-    """Journal position of the frame with the group's first step or end; None before there is such a frame."""
+    """Journal position of the frame with the group's first step or end record; None before there is such a frame."""
     finished: int = 0
     """The number of the group in the order in which groups became complete."""
     lease_count: int = 0
@@ -198,14 +198,14 @@ class Success:
     `NEWEST_GROUPS`, so that results of older policies fade."""
 
     def note(self, success: float) -> None:
-        """Add the success of one more group."""
+        """Add one more group. `success`: the fraction of its trajectories that succeeded."""
         self.groups += 1
         self.success += (success - self.success) / min(self.groups, NEWEST_GROUPS)
 
 
 @dataclass(slots=True)
 class State:
-    """The whole state, as stored in the journal's snapshots."""
+    """The whole state of the ledger, as stored in the journal's snapshots."""
 
     n_samples: int
     opened: Opened | None = None

@@ -256,7 +256,7 @@ class _RowBuilder:
         self._row_of: dict[int, _OpenRow] = {}
         """The row of each step, by step index."""
         self._rows_in: dict[Run, list[_OpenRow]] = {}
-        """Rows by the run of the tree in which they end."""
+        """Rows by the edge of the tree on which they end."""
 
     def add(self, k: int) -> None:
         """Add item `k`; steps must be added in order."""

@@ -12,11 +12,11 @@ proportional to its length. The tokens lie in a radix tree (`Tree`) in which eve
 
     [1 2 3 4], then [1 2 7], then [1 2 3 4 5]
 
-    1 2 3 4 5          one run; the third sequence lengthened it
-       \\ 7             a run of its own, which branches off at length 2
+    1 2 3 4 5          one edge (`Run`); the third sequence lengthened it
+       \\ 7             an edge of its own, which branches off at length 2
 
 Equal sequences end at the same place of the tree. The time to find how many leading tokens two sequences share is
-proportional to the number of runs between their last tokens and the place where they part.
+proportional to the number of edges between their last tokens and the place where they part.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:
 
 
 class Run:
-    """An edge of the tree: consecutive tokens, of which the first is at depth `begin`."""
+    """An edge of the radix tree: consecutive tokens, of which the first is at depth `begin`."""
 
     __slots__ = ("above", "begin", "branches", "end", "ids", "level", "owners", "starts")
 
@@ -232,13 +232,13 @@ class Run:
         self.ids = ids
         """The tokens, and free space after them."""
         self.branches: dict[int, dict[int, Run]] = {}
-        """The runs that branch off, by depth, then by first token."""
+        """The edges that branch off, by depth, then by first token."""
         self.starts: list[int] = []
         """Depth at which each owner's tokens begin."""
         self.owners: list[int] = []
 
     def lengthen(self, ids: Int32s) -> None:
-        """Add tokens at the end; the amortised time is proportional to the number of new tokens."""
+        """Add tokens at the end of the edge; the amortised time is proportional to the number of new tokens."""
         used, needed = self.end - self.begin, self.end - self.begin + len(ids)
         if needed > len(self.ids):
             room = np.empty(max(needed, 2 * used), np.int32)
@@ -336,7 +336,7 @@ class Tree:
 
 
 def common(a: Place, b: Place) -> int:
-    """Number of leading tokens that two paths share. The time is proportional to the number of runs between the place
+    """Number of leading tokens that two paths share. The time is proportional to the number of edges between the place
     where the paths part and their last tokens."""
     (run, length), (other, other_length) = a, b
     while run is not other:

@@ -22,7 +22,8 @@ class Routing(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of a record: uint8 if it can hold all expert numbers and -1 (`service.columns.widened`), else int16."""
+        """Type of a record of routed experts: uint8 if it can hold all expert numbers and -1
+        (`service.columns.widened`), else int16."""
         return np.dtype(np.uint8 if self.experts <= NO_BYTE + (self.topk > 1) else np.int16)
 
     @property

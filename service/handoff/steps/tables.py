@@ -63,7 +63,7 @@ def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
 
 
 def _n_said(end: TrajectoryEnd) -> int:
-    """The number of steps about which an end has values: all steps, or 0."""
+    """The number of steps about which an end record has values: all steps, or 0."""
     return max(len(end.roles), len(end.rewards))
 
 

@@ -1,7 +1,7 @@
 """The bytes of a step group, and of a mini-batch.
 
     0   magic BATN, kind (u16), format version (u16), header length (u32), payload length (u64), checksum (u64)
-    28  header: msgpack of a fixed structure: names, strings, and (name, dtype, shape) of each array
+    28  header: msgpack of a `GroupHead` or a `BatchHead`, which has the name, dtype and shape of each array
     ..  the arrays, in the header's order, each at a multiple of 64 bytes from the start
 
 The checksum covers all bytes after it. Decoding never runs code from the message; the arrays are read-only views of the
