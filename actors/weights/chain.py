@@ -47,7 +47,8 @@ class Replaced(BatonError):
 
 @dataclass(eq=False)
 class NodeImage:
-    """What the driver knows about a node's image of one version of the weights: who holds it, where, and its state."""
+    """What the driver knows about a node's copy of one version of the weights: the generator that holds the copy, its
+    path, and whether it is complete."""
 
     weights: PublishedWeights
     holder: str

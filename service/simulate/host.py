@@ -35,7 +35,8 @@ class Poll(NamedTuple):
 
 
 class Host(Process):
-    """The buffer's process: answers requests with a `Buffer`, and sends an answer only when the journal is synced."""
+    """The simulated process of the buffer: passes each request to a real `Buffer`, and sends the answer only after the
+    journal is synced."""
 
     def __init__(
         self, settings: SimulationSettings, scenario: Scenario, loop: Loop, rng: np.random.Generator, segment_bytes: int
