@@ -90,8 +90,7 @@ class Sessions:
         return [session for session in self._open.values() if session.state == "open"]
 
     def find(self, key: str, name: str | None = None) -> Session:
-        """The session with this name or, if `name` is None, with this key. A session that ended a moment ago may still be
-        found.
+        """The session with this name or, if `name` is None, with this key; it may have ended a moment ago.
 
         Raises:
             Refused: 401 for an unknown key, 404 for an unknown name, 409 for the key of a session that ended.
