@@ -11,10 +11,12 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import services
 from ray.job_config import JobConfig
 
 from actors.calls import in_a_line
@@ -129,7 +131,8 @@ def _start(mark: str, folder: Path, logs: Path | None, **settings: Any) -> None:
     """Start a Ray on this machine that keeps its files in `folder`; if a raylet ended, copy its error log to `logs`."""
     for number in range(1, START_TRIES + 1):
         try:
-            ray.init(address="local", include_dashboard=False, _temp_dir=str(folder), **settings)
+            with _process_groups_of_their_own():
+                ray.init(address="local", include_dashboard=False, _temp_dir=str(folder), **settings)
             return
         except Exception as error:
             if not _is_failed_start(error):
@@ -139,6 +142,18 @@ def _start(mark: str, folder: Path, logs: Path | None, **settings: Any) -> None:
                 raise RunFailed(reason) from error
         say(f"{reason}; starting it again, try {number + 1} of {START_TRIES} ...")
         end_processes(mark, set())
+
+
+@contextmanager
+def _process_groups_of_their_own() -> Iterator[None]:
+    """Start each of Ray's processes in its own process group. A stop signal to this process's group, as `timeout` and
+    service managers send it, would otherwise end Ray before this process has stopped the run."""
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def _is_failed_start(error: Exception) -> bool:

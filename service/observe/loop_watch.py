@@ -56,8 +56,8 @@ class LoopWatch:
                 named, place = turned, _place(extract_stack(frame))
                 line = (
                     f"the event loop has been blocked for {now - turned:.0f} s by {place}: until that returns, no "
-                    "agent and no environment goes on; make `play` a plain function (it gets a thread), or await "
-                    "asyncio.to_thread(...)"
+                    "agent and no environment goes on; set env.isolation=process for an environment, make an agent's "
+                    "`play` a plain function (it gets a thread), or await asyncio.to_thread(...)"
                 )
                 log.warning(line)
                 self._blocked.setdefault(place, line)

@@ -78,9 +78,11 @@ def test_conversations_are_learned_and_the_final_model_is_one_for_transformers_a
     assert prepare(load_config([ROOT / "configs/quickstart.yaml"], taken), tmp_path / "rl").base == run / "final"
 
 
-def test_a_stop_signal_ends_it_after_its_step_with_the_final_model(tmp_path: Path) -> None:
+def test_a_stop_signal_to_its_process_group_ends_it_after_its_step_with_the_final_model(tmp_path: Path) -> None:
     words = command(tmp_path, "run.max_steps=100000", "trainer.checkpoint_every=0")
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as training:
+    with subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as training:
         try:
             said, metrics = "", tmp_path / "sft/metrics.jsonl"
             assert training.stdout is not None
@@ -91,9 +93,9 @@ def test_a_stop_signal_ends_it_after_its_step_with_the_final_model(tmp_path: Pat
                     break
             while not metrics.exists():
                 assert training.poll() is None, said
-            training.send_signal(signal.SIGINT)
+            os.killpg(training.pid, signal.SIGTERM)  # as `timeout` does
             said += training.stdout.read()
-            assert training.wait(60) == 128 + signal.SIGINT, said
+            assert training.wait(60) == 128 + signal.SIGTERM, said
         finally:
             training.kill()
     steps = json.loads((tmp_path / "sft/summary.json").read_text())["steps"]

@@ -333,6 +333,7 @@ async def test_code_that_blocks_the_event_loop_is_named_with_its_line(
     else:
         line = Sleeps.play.__code__.co_firstlineno + 1
         assert f"by test_play.py:{line} play, in test_play.py:{line + 4} sleeps: until that returns" in blocked[0]
+        assert "set env.isolation=process" in blocked[0]
         assert len(blocked) == 1 and blocked[0].endswith(await watch.blocked(0))
 
 
