@@ -58,16 +58,16 @@ def folder_to_resume(
     folder = find_run(run)
     if folder is None and configs and (store := loaded().run.store) is not None:
         folder = from_store(store, loaded, None)
-    elif folder is not None and _is_restored(folder) and (store := loaded(folder / CONFIG).run.store) is not None:
+    elif folder is not None and _is_to_be_restored(folder) and (store := loaded(folder / CONFIG).run.store) is not None:
         with lock_run(folder):
-            if _is_restored(folder):  # otherwise another process has done so meanwhile
+            if _is_to_be_restored(folder):  # otherwise another process has done so meanwhile
                 from_store(store, loaded, folder.resolve())
     if folder is None:
         raise no_such_run(run, besides="the address of a store, ")
     return folder.resolve(), [*overrides]
 
 
-def _is_restored(folder: Path) -> bool:
+def _is_to_be_restored(folder: Path) -> bool:
     """Whether a run's folder is restored from its store: it has neither checkpoint nor journal, or the process that
     restored it was killed before the checkpoint was there (`service.store.fetch`)."""
     has_checkpoint, has_journal = (any((folder / name).glob("*")) for name in (CHECKPOINTS, JOURNAL))
