@@ -38,8 +38,8 @@ class GroupLimit:
 
     @staticmethod
     def of(config: Config) -> GroupLimit:
-        """Return the limit of one of `generator.min_engines` generators: it begins with this generator's share of
-        `generator.concurrent_groups`, and a claim asks for at most this generator's share of a mini-batch."""
+        """Return the limit of a generator. At first it is an equal share of `generator.concurrent_groups` for each
+        of `generator.engines` (or its `min`). A claim asks for at most an equal share of a mini-batch."""
         generator = config.generator
         at_once = config.trainer.mini_batch_size / generator.concurrent_groups
         return GroupLimit(-(-generator.concurrent_groups // generator.min_engines), at_once)
