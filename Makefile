@@ -59,7 +59,7 @@ test: dev ## the test suite on CPU, real Ray, vLLM and FSDP included
 	@echo "baton: testing"
 	@$(PYTEST) -m "not full" $(AT_ONCE)
 	@$(PYTEST) -m "not full and not chaos" --ignore tests/e2e/test_monitoring.py $(TWO_FILES) $(IN_TURN)
-test-fast: dev ## only the quick tests, which need neither Ray nor vLLM (about a minute)
+test-fast: dev ## only the quick tests, which need neither Ray nor vLLM (one to two minutes)
 	@$(PYTEST) -m "not slow and not full" -n logical --maxprocesses 8 --dist worksteal tests/pure
 test-edges: dev servers ## documentation, deployment files, Prometheus, pages in a browser; .ci/run calls it if they changed
 	@$(PYTEST) -m "not full" $(EDGES)
