@@ -44,7 +44,7 @@ def test_a_new_task_is_written_and_what_comes_next_is_said(
 
 
 def test_the_folder_of_a_task_is_no_run(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("status", "logs", "trace"):
+    for command in ("status", "logs"):
         assert main([command, "."]) == 2
         assert capsys.readouterr().err == "baton: .: there is a config.yaml, but no run was started in this folder\n"
     (task / "runs" / "my-task").mkdir(parents=True)

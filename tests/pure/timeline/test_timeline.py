@@ -228,6 +228,12 @@ def test_baton_trace_writes_the_file_and_leaves_out_what_ended_early(
     assert (tmp_path / "end.json").stat().st_size < (tmp_path / "trace.json").stat().st_size / 2
 
 
+def test_a_folder_with_only_a_configuration_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / CONFIG).touch()
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "but no run was started in this folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("line", ["[]", "{}", '["span"]', '["span",1,2,3,4,5]', "7", "{"])
 def test_a_file_that_is_no_timeline_is_one_line(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_run(tmp_path)
