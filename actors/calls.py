@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import re
 from collections.abc import Awaitable, Callable
@@ -16,6 +17,8 @@ from service.backoff import Backoff, retried
 from service.errors import BatonError, ProcessLost, RunFailed, Starved
 from service.handoff.verbs import Wait
 from service.types import Refusal
+
+log = logging.getLogger(__name__)
 
 ACTOR_FAILED = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, BatonError)
 """Errors of a call to an actor whose process, engine or node failed; any other error is a bug."""
@@ -94,6 +97,17 @@ def accepted(answer: object) -> None:
 def may_be_dropped(waiting: asyncio.Future[Any]) -> None:
     """Keep asyncio from reporting an error of this future if no code awaits it any more."""
     waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+def log_failure(task: asyncio.Future[Any], text: str) -> None:
+    """Log `text` and the error if the task fails. For tasks that no code awaits: without the log the error would appear
+    nowhere."""
+
+    def ended(done: asyncio.Future[Any]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.error(text, exc_info=error)
+
+    task.add_done_callback(ended)
 
 
 def in_a_line(error: BaseException) -> str:

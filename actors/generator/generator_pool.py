@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ import ray
 import ray.exceptions
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors.calls import ACTOR_FAILED, CALL_SECONDS, RESTARTING, call, in_a_line, started
+from actors.calls import ACTOR_FAILED, CALL_SECONDS, RESTARTING, call, in_a_line, log_failure, started
 from actors.deaths import kernel_kills, life_of
 from actors.observe.telemetry import RunTelemetry
 from actors.weights.delivery import Delivery
@@ -32,8 +31,6 @@ from service.errors import BatonError, ProcessLost, RunFailed, Starved, UserErro
 from service.run.liveness import Supervisor
 from service.run.memory import advice
 from service.types import PolicyVersion
-
-log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
 """Seconds that a generator may take to stop before its process is ended."""
@@ -124,6 +121,7 @@ class GeneratorPool:
     async def _keep(self, name: str) -> None:
         while not self._ends(name):
             naming = asyncio.ensure_future(self._name_what_blocks(name))
+            log_failure(naming, f"what blocks {name} is not named any more")
             try:
                 running = call(self._generators[name].run, who=name, within=None)
                 await self._supervisor.unless_lost([name], running)
@@ -139,15 +137,10 @@ class GeneratorPool:
                 naming.cancel()
 
     async def _name_what_blocks(self, name: str) -> None:
-        """Write to the terminal which code blocks a generator's event loop, until this is cancelled."""
+        """Write to the terminal which code blocks a generator's event loop, until the task is cancelled."""
         for known in itertools.count():
             ask = partial(call, self._generators[name].blocked, known, who=name, within=None)
-            try:
-                self._say(f"{name}: {await retried(ask, ACTOR_FAILED, RESTARTING)}")
-            except Exception:
-                # Nothing awaits this task, so the error would appear nowhere else.
-                log.exception(f"what blocks {name} is not named any more")
-                raise
+            self._say(f"{name}: {await retried(ask, ACTOR_FAILED, RESTARTING)}")
 
     def _ends(self, name: str) -> bool:
         """Return whether this generator, or the run, is about to end."""

@@ -4,7 +4,6 @@ seconds."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,13 +12,12 @@ from typing import Any
 import ray
 from ray.util.metrics import Gauge
 
+from actors.calls import log_failure
 from service.config import Config
 from service.observe.alert_thresholds import AlertThresholds
 from service.observe.measure import measure_process
 from service.observe.metrics import Metrics
 from service.observe.recorder import Trace
-
-log = logging.getLogger(__name__)
 
 PUSH_SECONDS = 1.0
 
@@ -54,6 +52,7 @@ class Reporter:
     def start(self) -> None:
         """Start to push to the hub every `PUSH_SECONDS`, in the running event loop."""
         self._task = asyncio.ensure_future(self._push_forever())
+        log_failure(self._task, f"{self._source} pushes no more metrics to the hub")
 
     def start_thread(self) -> None:
         """Start to push to the hub every `THREAD_PUSH_SECONDS`, in a thread: for an actor whose methods block its event
@@ -86,14 +85,9 @@ class Reporter:
         self.push()
 
     async def _push_forever(self) -> None:
-        try:
-            while True:
-                self.push()
-                await asyncio.sleep(PUSH_SECONDS)
-        except Exception:
-            # Nothing awaits this task, so the error would appear nowhere else.
-            log.exception("%s pushes no more metrics to the hub", self._source)
-            raise
+        while True:
+            self.push()
+            await asyncio.sleep(PUSH_SECONDS)
 
     def _push_in_thread(self) -> None:
         self.push()
