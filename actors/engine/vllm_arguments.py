@@ -125,6 +125,9 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
         "hf_overrides": {"head_dtype": "float32"},
         "weight_transfer_config": {"backend": settings.backend},
     }
+    if generator.engine_gpus > 1:
+        # Inside a placement group vLLM would choose Ray, and refuse the engine's one bundle of several GPUs.
+        arguments["distributed_executor_backend"] = "mp"
     if settings.has_grammars and find_spec("lmformatenforcer") is None:
         raise UserError("agents.structured: for constrain vLLM needs a package; pip install lm-format-enforcer")
     if model.lora is not None:
