@@ -38,7 +38,6 @@ from service.run.metrics_port import DEFAULT_PORT
 from service.run.phases import phase
 from service.run.progress import QUIET_SECONDS, Progress, end_early
 from service.run.repeated_failures import FailureWatch
-from service.run.scale_request import asked_for
 from service.run.trajectories import describe_ends
 from service.run.writer import RunWriter
 from service.store.uploads import Uploads
@@ -90,9 +89,8 @@ class Coordinator:
             cluster.buffer,
         )
         self._weights = self._generator_pool.weights
-        asked = partial(asked_for, folder.path, config.generator)
         self._scaling = Scaling(
-            config.generator, config.run, config.weights.transport, self._generator_pool, cluster.place, asked, say
+            config.generator, config.run, config.weights.transport, self._generator_pool, cluster.place, say
         )
         self._hosts = HostWatch(say, self._scaling.look)
         checkpointed, evaluated = (partial(self._telemetry.span, row) for row in ("checkpoints", "evaluations"))

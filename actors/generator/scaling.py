@@ -1,8 +1,6 @@
-"""Changes the number of generators. Generators join when there is room; they leave when fewer are asked for, or when
-their node is drained.
+"""Lets generators join a run while there are fewer than the maximum, and leave it when their node is drained.
 
-asked for 3, 2 are there    room for a third one -> its engine starts -> newest weights -> it claims groups
-asked for 1, 2 are there    the last one continues for its grace, hands over its open trajectories, and ends
+at most 3, 2 are there      room for a third one -> its engine starts -> newest weights -> it claims groups
 a node is drained           its generators hand over and end before the node ends; others join if there is room
 """
 
@@ -44,19 +42,14 @@ class Scaling:
         transport: str,
         pool: GeneratorPool,
         place: Callable[[int], Awaitable[Placed]],
-        asked_for: Callable[[int], int],
         say: Callable[[str], None],
     ) -> None:
-        """Store the settings. `place` makes the generator with a given number as soon as there is room. `asked_for` is
-        called with the number of generators that were asked for before, and returns the number that are asked for
-        now."""
-        self._pool, self._place, self._asked_for, self._say = pool, place, asked_for, say
-        self._grace, self._least = generator.leave_grace, generator.min_engines
-        self._max_failures, self._wanted = run.max_restarts, self._least
+        """Store the settings. `place` makes the generator with a given number as soon as there is room."""
+        self._pool, self._place, self._say = pool, place, say
+        self._grace, self._least, self._most = generator.leave_grace, generator.min_engines, generator.max_engines
+        self._max_failures = run.max_restarts
         self._fixed = transport == "ipc"
         self._joining: asyncio.Task[None] | None = None
-        self._placing = False
-        """Whether the joining generator still waits for room."""
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """The task of each generator that leaves; the pool counts it as leaving only once the task has begun."""
         self._failures = 0
@@ -69,55 +62,37 @@ class Scaling:
             task.cancel()
 
     def look(self, draining: dict[str, int]) -> None:
-        """Compare the generators with the number that are asked for; let generators join or leave accordingly.
-        `draining`: the Unix time in ms at which each drained node ends, by node; 0: unknown.
+        """Let the generators of drained nodes leave, and others join while there is room for more. `draining`: the Unix
+        time in ms at which each drained node ends, by node; 0: unknown.
 
         Raises:
-            RunFailed: there are too few generators, and more than `run.max_restarts` attempts in a row to join failed.
+            RunFailed: there are too few generators, and joining failed more than `run.max_restarts` times in a row.
         """
         if self._fixed:  # an engine that shares the GPU of a rank has no other place
             return
         for left in [name for name, leaving in self._leaving.items() if leaving.done()]:
             self._leaving.pop(left).result()
         there = {name: node for name, node in self._pool.nodes().items() if name not in self._leaving}
-        before, wanted = self._wanted, self._asked_for(self._wanted)
-        self._wanted = wanted
-        if wanted != before and self._joining is not None and not self._placing and not self._joining.done():
-            self._say(f"{self._why()}; the one that is starting joins first")
-        staying = [name for name, node in there.items() if node not in draining]
         for name, node in there.items():
             if node in draining:
-                self._let_go(name, "its node is drained", self._within(draining[node]))
-        for name in staying[wanted:]:
-            if name not in self._pool.evaluating:
-                self._let_go(name, self._why(), self._grace)
+                self._say(f"{name} leaves: its node is drained")
+                self._leaving[name] = asyncio.ensure_future(self._pool.leave(name, self._within(draining[node])))
         if self._joining is not None and self._joining.done():
             self._joining.result()
             self._joining = None
-        if self._joining is None and len(staying) < wanted and time.monotonic() >= self._next_try:
+        n_staying = sum(node not in draining for node in there.values())
+        if self._joining is None and n_staying < self._most and time.monotonic() >= self._next_try:
             self._joining = asyncio.ensure_future(self._join(self._pool.free_number()))
-        elif self._joining is not None and self._placing and len(staying) >= wanted:
-            self._joining.cancel()
-            self._joining = None
-
-    def _let_go(self, name: str, why: str, grace: float) -> None:
-        self._say(f"{name} leaves: {why}")
-        self._leaving[name] = asyncio.ensure_future(self._pool.leave(name, grace))
 
     def _within(self, ends_at: int) -> float:
         """Return the seconds for which a generator of a drained node may continue."""
         left = ends_at / 1000 - time.time() - MARGIN_SECONDS
         return max(min(self._grace, left), 0.0) if ends_at else self._grace
 
-    def _why(self) -> str:
-        return f"{self._wanted} generators are asked for" if self._wanted > 1 else "1 generator is asked for"
-
     async def _join(self, number: int) -> None:
         try:
-            self._placing = True
             placed = await self._place(number)
-            self._placing = False
-            self._say(f"generator-{number} starts: {self._why()}")
+            self._say(f"generator-{number} starts: up to {self._most} generators may run")
             await self._pool.join(f"generator-{number}", *placed)
             self._failures = 0
         except ACTOR_FAILED as error:

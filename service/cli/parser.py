@@ -75,7 +75,6 @@ COMMANDS = (
     Command("config", "show or check a configuration, or print its schema", "service.cli.configuration"),
     Command("models", "check that a model's family is trained rightly", "service.cli.models"),
     Command("status", "what a run is doing now, or how it ended", "service.cli.status"),
-    Command("scale", "ask a running run for more or fewer generators", "service.cli.scale"),
     Command("replay", "form a mini-batch of a run again from the run's journal", "service.cli.replay"),
     Command("logs", "what the parts of a run print", "service.cli.logs"),
     Command("profile", "profile the next optimizer steps of a running run", "service.cli.profile"),

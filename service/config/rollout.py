@@ -215,8 +215,7 @@ class EnginesRange(Section):
     min: Count = 1
     """Number of generators for which the cluster must have room before the run starts."""
     max: Count = 1
-    """Maximum number of generators: more generators join when the cluster has room; `baton scale` changes the
-    number."""
+    """Maximum number of generators: more generators join when the cluster has room."""
 
 
 class GeneratorConfig(Section):
@@ -225,7 +224,7 @@ class GeneratorConfig(Section):
     engines: Count | EnginesRange = 1
     """Number of generators, each with one engine; `{min: 1, max: 8}`: generators may join and leave during the run."""
     leave_grace: Seconds = 20.0
-    """Seconds for which a generator that leaves (`baton scale`, a drained node) still plays its trajectories; then it
+    """Seconds for which a generator that leaves, because its node is drained, still plays its trajectories; then it
     hands over open trajectories to other generators, and ends."""
     tensor_parallel_size: Count = 1
     """Number of GPUs that share each layer of an engine."""

@@ -15,7 +15,6 @@ warm_start/         with `model.lora`: the warm-started base model to which the 
 final/              the final weights, a Hugging Face folder, or the adapter in PEFT's form
 logs/               what each part of the run prints: `driver.log`, `generator-0.log`, ...
 summary.json        how the run ended
-scale.json          how many generators `baton scale` asked for
 uploads/            links to files that are to be uploaded to `run.store`
 store.json          which run `run.store` holds, and which process wrote into it last
 session_secret      if agents call the policy: the secret from which the keys of their sessions are derived
@@ -55,7 +54,6 @@ TIMELINE = "timeline"
 ADDRESS = "address.json"
 REVISIONS = "revisions.json"
 SUMMARY = "summary.json"
-SCALE = "scale.json"
 JOURNAL = "journal"
 CHECKPOINTS = "checkpoints"
 DATA = "data"

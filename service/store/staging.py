@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from service.run.checkpoints import MANIFEST, PREFIX, Manifest
-from service.run.folder import CHECKPOINTS, CONFIG, DATA, EVALUATIONS, JOURNAL, METRICS, MODEL, SCALE, WARM_START
+from service.run.folder import CHECKPOINTS, CONFIG, DATA, EVALUATIONS, JOURNAL, METRICS, MODEL, WARM_START
 
-CUT_FILES = (CONFIG, METRICS, EVALUATIONS, SCALE)
+CUT_FILES = (CONFIG, METRICS, EVALUATIONS)
 """Files that a resumed run needs besides the checkpoint. Some of them grow, so only the bytes up to their present size
 are uploaded."""
 MADE = (DATA, MODEL, WARM_START)

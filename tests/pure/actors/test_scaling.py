@@ -88,9 +88,9 @@ class Told:
 
 
 class World:
-    """A pool that begins with one generator and may have three."""
+    """A pool that begins with one generator, on node `a`, and may have `most`, each on the node of its number."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, transport: str = "memory") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int = 3) -> None:
         self.said, self.told, self.lines = list[str](), Told(), list[str]()
         self.killed, self.rooms = list[str](), list[str]()
         self.ends = defaultdict[str, asyncio.Event](asyncio.Event)
@@ -99,15 +99,15 @@ class World:
         monkeypatch.setattr(actors.generator.generator_pool, "remove_placement_group", self.rooms.append)
         monkeypatch.setattr(scaling, "PAUSE_SECONDS", 0.0)
         monkeypatch.setattr(liveness, "CAUSE_SECONDS", 0.0)
-        engines = {"min": 1, "max": 3}
+        engines = {"min": 1, "max": most}
         settings = GeneratorConfig.model_validate(
             {"engines": engines, "concurrent_groups": GROUPS, "leave_grace": GRACE}
         )
-        weights = WeightsConfig.model_validate({"transport": transport})
-        self.config, self.wanted = Config(generator=settings, weights=weights), 1
+        weights = WeightsConfig()
+        self.config, self.has_room = Config(generator=settings, weights=weights), asyncio.Event()
+        self.has_room.set()
         self.there = {0: Here("generator-0", self.said)}
         self.failing: BaseException | None = None
-        self.slow = False
         self.pool = GeneratorPool(
             settings,
             self.config.run,
@@ -119,8 +119,7 @@ class World:
             Supervisor(self.lines.append, cause_of_death, is_death),
             self.told,  # type: ignore[arg-type]
         )
-        asked = self.pool, self.place, lambda now: self.wanted, self.lines.append
-        self.scaling = Scaling(settings, self.config.run, transport, *asked)
+        self.scaling = Scaling(settings, self.config.run, "memory", self.pool, self.place, self.lines.append)
 
     def kill(self, actor: Here, no_restart: bool = True) -> None:
         if no_restart:
@@ -128,11 +127,10 @@ class World:
             self.ends[actor.name].set()
 
     async def place(self, number: int) -> Placed:
-        made = self.there[number] = Here(f"generator-{number}", self.said, node="b")
+        await self.has_room.wait()
+        made = self.there[number] = Here(f"generator-{number}", self.said, node=str(number))
         if self.failing is not None:
             made.failing["start"] = self.failing
-        if self.slow:
-            made.may_start.clear()
         return Placed(made, f"room {number}")  # type: ignore[arg-type]
 
     async def running(self) -> asyncio.Task[None]:
@@ -156,8 +154,8 @@ class World:
             while (
                 list(self.pool.nodes()) != list(names)
                 or not joined <= {line.split(" has joined, ")[0] for line in self.lines}
-                or self.lines.count("generator-0 leaves: its node is drained")
-                != self.lines.count("generator-0 has left")
+                or sum(" leaves: its node is drained" in line for line in self.lines)
+                != sum(" has left" in line for line in self.lines)
             ):
                 self.scaling.look(draining or {})
                 await asyncio.sleep(0)
@@ -168,35 +166,20 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-async def test_another_number_is_answered_while_one_starts_which_joins_before_it_leaves(world: World) -> None:
-    running, world.wanted, world.slow = await world.running(), 3, True
-    await world.looked(lambda: "generator-1 starts: 3 generators are asked for" in world.lines)
-    world.wanted = 1
-    for _ in range(3):
-        world.scaling.look({})
-        await asyncio.sleep(0)
-    answer = "1 generator is asked for; the one that is starting joins first"
-    assert world.lines.count(answer) == 1
-    world.there[1].may_start.set()
-    await world.looked(lambda: "generator-1 leaves: 1 generator is asked for" in world.lines)
-    joined = next(line for line in world.lines if line.startswith("generator-1 has joined"))
-    assert world.lines.index(answer) < world.lines.index(joined)
-    world.there[0].ended.set()
-    running.cancel()
-
-
 async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_forgotten(world: World) -> None:
-    running, world.wanted = await world.running(), 3
+    running = await world.running()
     await world.settled("generator-0", "generator-1", "generator-2")
     await asyncio.sleep(0)
     assert [line for line in world.said if "generator-2 takes 1:1" in line]
     assert [made.most for made in world.there.values()] == [GROUPS // 3] * 3
-    assert "generator-2 starts: 3 generators are asked for" in world.lines
-    world.wanted = 1
+    assert "generator-2 starts: up to 3 generators may run" in world.lines
+    world.has_room.clear()
+    for _ in range(3):  # several looks let a generator leave once
+        world.scaling.look({"1": 0, "2": 0})
     await world.settled("generator-0")
     await world.looked(lambda: len(world.told.gone) >= 4, look=False)
     assert f"generator-2 leaves within {GRACE:.0f} s" in world.said
-    assert "generator-2 leaves: 1 generator is asked for" in world.lines
+    assert world.lines.count("generator-2 leaves: its node is drained") == 1
     assert sorted(world.killed) == ["generator-1", "generator-2"] and sorted(world.rooms) == ["room 1", "room 2"]
     assert {"generator-1 None gone", "generator-1 left"} <= set(world.told.gone)
     assert (world.there[0].most, world.told.expected[-1]) == (GROUPS, 1)
@@ -208,24 +191,10 @@ async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_fo
     await running
 
 
-async def test_two_looks_at_once_let_a_generator_leave_once(world: World) -> None:
-    running, world.wanted = await world.running(), 2
-    await world.settled("generator-0", "generator-1")
-    world.wanted = 1
-    for _ in range(3):
-        world.scaling.look({})
-    await world.looked(lambda: "generator-1 has left" in world.lines)
-    await world.settled("generator-0")
-    assert world.lines.count("generator-1 leaves: 1 generator is asked for") == 1
-    assert [line for line in world.said if "leaves within" in line] == [f"generator-1 leaves within {GRACE:.0f} s"]
-    world.there[0].ended.set()
-    await running
-
-
 async def test_one_that_leaves_holds_up_no_publication(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its engine may have stopped in the middle of an update, which then never ends."""
-    world = World(monkeypatch)
-    running, world.wanted = await world.running(), 2
+    world = World(monkeypatch, most=2)
+    running = await world.running()
     await world.settled("generator-0", "generator-1")
     leaving, updating = world.there[1], asyncio.Event()
 
@@ -236,10 +205,10 @@ async def test_one_that_leaves_holds_up_no_publication(monkeypatch: pytest.Monke
 
     leaving.update_weights = Method(update)
     await world.pool.weights.publish(PublishedWeights(PolicyVersion(1, 2), sources=ONE_BUCKET))
-    world.wanted = 1
+    world.has_room.clear()
     async with asyncio.timeout(30):
         await updating.wait()
-        world.scaling.look({})
+        world.scaling.look({"1": 0})
         await world.pool.weights.published()
         while "generator-1 has left" not in world.lines:
             await asyncio.sleep(0)
@@ -250,8 +219,9 @@ async def test_one_that_leaves_holds_up_no_publication(monkeypatch: pytest.Monke
 
 
 async def test_what_is_on_a_drained_node_leaves_in_time_and_another_one_joins_though_none_was_left(
-    world: World,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    world = World(monkeypatch, most=1)
     running = await world.running()
     soon = int((time.time() + MARGIN_SECONDS + 3) * 1000)
     world.scaling.look({"a": soon})
@@ -265,9 +235,9 @@ async def test_what_is_on_a_drained_node_leaves_in_time_and_another_one_joins_th
 
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])
 async def test_a_clock_that_jumps_lets_a_drained_generator_go_on_for_no_longer_than_its_grace(
-    world: World, monkeypatch: pytest.MonkeyPatch, jump: float
+    monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    now = time.time()
+    now, world = time.time(), World(monkeypatch, most=1)
     running = await world.running()
     monkeypatch.setattr(scaling, "time", SimpleNamespace(time=lambda: now + jump, monotonic=time.monotonic))
     world.scaling.look({"a": int((now + MARGIN_SECONDS + 3) * 1000)})
@@ -277,23 +247,12 @@ async def test_a_clock_that_jumps_lets_a_drained_generator_go_on_for_no_longer_t
     await running
 
 
-@pytest.mark.parametrize("first", ["joins", "leaves"])
-async def test_two_that_join_while_one_leaves_all_arrive_and_share_the_groups(world: World, first: str) -> None:
-    running, world.wanted = await world.running(), 3
-    drained = {"a": 0}
+async def test_two_that_join_while_one_leaves_all_arrive_and_share_the_groups(world: World) -> None:
+    running, drained = await world.running(), {"a": 0}
     world.there[0].leave = Method(partial(slow_leave, world.there[0], may_leave := asyncio.Event()))
-    if first == "joins":
-        world.slow = True
-        await world.looked(lambda: "generator-1 starts: 3 generators are asked for" in world.lines)
     world.scaling.look(drained)
-    await asyncio.sleep(0)
-    await world.looked(lambda: len(world.there) > 1, draining=drained)
     await world.pool.weights.publish(PublishedWeights(PolicyVersion(1, 2), sources=ONE_BUCKET))
-    world.slow = False
-    for made in world.there.values():
-        made.may_start.set()
-    names = ["generator-1", "generator-2", "generator-3"]
-    await world.looked(lambda: sorted(set(world.pool.nodes()) & set(names)) != [], draining=drained)
+    await world.looked(lambda: "generator-1" in world.pool.nodes(), draining=drained)
     may_leave.set()
     await world.looked(lambda: "generator-0 has left" in world.lines, draining=drained)
     await world.looked(lambda: len(world.pool.nodes()) == 3, draining=drained)
@@ -314,8 +273,9 @@ async def slow_leave(leaving: Here, may: asyncio.Event, grace: float) -> None:
 
 
 async def test_one_that_starts_again_on_a_node_that_is_drained_leaves_and_another_one_joins(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    world = World(monkeypatch, most=1)
     running, first = await world.running(), world.there[0]
 
     async def starts() -> str:
@@ -337,7 +297,8 @@ async def test_one_that_starts_again_on_a_node_that_is_drained_leaves_and_anothe
 
 
 async def test_a_run_that_is_stopped_while_it_has_no_generator_ends(world: World) -> None:
-    running, world.wanted = await world.running(), 0
+    running = await world.running()
+    world.has_room.clear()
     await asyncio.sleep(0)
     world.scaling.look({"a": 0})
     await world.looked(lambda: "generator-0 has left" in world.lines, look=False)
@@ -346,21 +307,11 @@ async def test_a_run_that_is_stopped_while_it_has_no_generator_ends(world: World
         await running
 
 
-async def test_one_that_evaluates_does_not_leave_of_its_own_accord(world: World) -> None:
-    running, world.wanted = await world.running(), 2
-    await world.settled("generator-0", "generator-1")
-    world.pool.evaluating, world.wanted = {"generator-1"}, 1
-    world.scaling.look({})
-    assert not [line for line in world.lines if "leaves" in line]
-    for made in world.there.values():
-        made.ended.set()
-    await running
-
-
 async def test_one_that_joined_and_died_is_let_go_and_replaced_and_the_buffer_gives_its_work_to_others(
-    world: World,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    running, world.wanted = await world.running(), 2
+    world = World(monkeypatch, most=2)
+    running = await world.running()
     await world.settled("generator-0", "generator-1")
     first = world.there[1]
     first.failing["run"] = died()
@@ -373,7 +324,7 @@ async def test_one_that_joined_and_died_is_let_go_and_replaced_and_the_buffer_gi
 
 
 async def test_generators_that_cannot_join_end_the_run_only_where_too_few_are_there(world: World) -> None:
-    running, world.wanted, world.failing = await world.running(), 2, died()
+    running, world.failing = await world.running(), died()
     tries = world.config.run.max_restarts + 2
     await world.looked(lambda: sum("could not join" in line for line in world.lines) >= tries)
     assert not running.done() and len(world.killed) >= tries
@@ -386,12 +337,11 @@ async def test_generators_that_cannot_join_end_the_run_only_where_too_few_are_th
 
 
 async def test_a_bug_met_while_a_generator_leaves_is_raised(world: World) -> None:
-    running, world.wanted = await world.running(), 2
-    await world.settled("generator-0", "generator-1")
-    world.there[1].failing["leave"], world.wanted = ZeroDivisionError("a bug"), 1
+    running = await world.running()
+    world.there[0].failing["leave"] = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError):
         async with asyncio.timeout(30):
             while True:
-                world.scaling.look({})
+                world.scaling.look({"a": 0})
                 await asyncio.sleep(0)
     running.cancel()

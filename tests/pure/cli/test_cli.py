@@ -213,10 +213,6 @@ def test_a_wrong_value_of_an_option_is_one_line(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            ["scale", "runs/r", "--engines", "2", "trainer.lr=1"],
-            "trainer.lr=1: baton scale takes no settings; see baton ",
-        ),
         (["trace", "runs/r", "run.seed=1"], "run.seed=1: baton trace takes no settings; see baton trace --help"),
         (["run", "--generator.concurrent-groups=3"], "has no dashes before it: generator.concurrent-groups=VALUE"),
         (["submit"], "baton submit is gone: use ray job submit"),
