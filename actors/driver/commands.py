@@ -181,8 +181,8 @@ def sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """The command `baton agent-try`: serve one session, so that a user can try an agent; returns the exit code."""
-    from service.config.model_folder import MODEL_CONFIG, TOKENIZER, require_files, tools_note
     from service.config.paths import check_output
+    from service.model_folder import MODEL_CONFIG, TOKENIZER, require_files, tools_note
 
     texts = arguments.scripted and arguments.scripted.read_text("utf-8", "replace").splitlines()
     if not texts and (arguments.scripted or not arguments.model):
@@ -208,7 +208,7 @@ def trial_config(files: list[Path], overrides: list[str], model: Path | None) ->
     """Return the configuration for `baton agent-try`. Without configuration files, a prompt may be as long as the
     model's context allows."""
     from service.config import load_config
-    from service.config.model_folder import model_config, text_part
+    from service.model_folder import model_config, text_part
 
     if files:
         return load_config(files, ["agents={}", *overrides])

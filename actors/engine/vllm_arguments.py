@@ -13,11 +13,11 @@ import psutil
 
 from actors.weights.cuda_ipc import IPC_BACKEND
 from service.config import Config, LoraConfig, ModelConfig
-from service.config.model_folder import EXPERTS, model_config, text_part
 from service.config.rollout import GeneratorConfig
 from service.errors import UserError
 from service.learn.estimate.kv_cache import BLOCK_TOKENS, request_bytes
 from service.learn.model.hf_config import read_config
+from service.model_folder import EXPERTS, model_config, text_part
 
 OWNER_PID = "BATON_OWNER_PID"
 """Environment variable with the id of the process whose death ends the engine's child processes."""

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.config import LoraConfig
-from service.config.model_folder import model_config, open_weights
 from service.learn.model.adapter_folder import PREFIX
 from service.learn.model.lora import A, B
+from service.model_folder import model_config, open_weights
 
 Octets = NDArray[np.uint8]
 

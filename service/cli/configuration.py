@@ -105,7 +105,7 @@ def _estimates(config: Config) -> list[str]:
             can run it.
     """
     from service.config.checks import check_bytes
-    from service.config.model_folder import is_model_folder
+    from service.model_folder import is_model_folder
 
     if config.model.path is None or not is_model_folder(config.model.path):
         return []

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from service.config.model_folder import FAMILIES, MODEL_CONFIG, model_config, near_family, quantised
 from service.errors import UserError
+from service.model_folder import FAMILIES, MODEL_CONFIG, model_config, near_family, quantised
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

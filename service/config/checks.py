@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from service.config.command import AGENT, OWN_VARIABLES, PLACEHOLDERS
 from service.config.core_settings import worst_bytes
 from service.config.engine_options import refusals
-from service.config.model_folder import undivided_heads
 from service.config.rollout import MADE_SET
 from service.config.source import Source
 from service.config.tree import Config
@@ -21,6 +20,7 @@ from service.errors import ConfigError
 from service.handoff.batches.advantages import GROUP_ESTIMATORS, TURN_ESTIMATORS, not_by_turn
 from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.steps.roles import ROLES, Role
+from service.model_folder import undivided_heads
 from service.store_url import store_url_problem
 from service.user_code import is_module_and_name, malformed_name
 

@@ -15,12 +15,12 @@ from shutil import which
 from typing import Any, Literal, NamedTuple, get_args
 
 from service.config.gone import MOVED_MODULES
-from service.config.model_folder import check_model_folder, is_model_folder
 from service.config.rollout import RoleConfig
 from service.config.section import HUB, MODEL_FOLDER, Named, Section
 from service.config.tree import Config
 from service.errors import UserError
 from service.files import is_written_through
+from service.model_folder import check_model_folder, is_model_folder
 from service.user_code import find_user_module, user_folder
 
 ADDRESS = re.compile(rf"{HUB}(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?", re.ASCII)

@@ -12,7 +12,6 @@ from service.config.command import AGENT
 from service.config.engine_options import warnings
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
 from service.config.lora import LoraConfig
-from service.config.model_folder import tools_note
 from service.config.rollout import (
     AgentsConfig,
     DataConfig,
@@ -37,6 +36,7 @@ from service.config.section import (
     Versions,
 )
 from service.handoff.steps.roles import MAX_NAMED, TRAINED
+from service.model_folder import tools_note
 
 _VALUE = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _NAME = re.compile(rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_VALUE}")

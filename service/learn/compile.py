@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from service.config.learn import TrainerConfig
-from service.config.model_folder import experts_of
 from service.errors import UserError
+from service.model_folder import experts_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig
 
-from service.config.model_folder import undivided
 from service.errors import UserError
+from service.model_folder import undivided
 
 
 class Slice(NamedTuple):

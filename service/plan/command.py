@@ -9,9 +9,9 @@ from functools import partial
 
 from service.config.checks import check_bytes
 from service.config.command_line import checked_config
-from service.config.model_folder import TOKENIZER, check_description
 from service.errors import UserError
 from service.learn.estimate.gpus import DATA_SHEETS
+from service.model_folder import TOKENIZER, check_description
 from service.plan.machine.device import MEASURED, profile
 from service.plan.work import OPTIONS, check_bounds
 from service.run.lengths import lengths_of_run

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from service.config.model_folder import experts_of
 from service.learn.model.router_replay import routing_of_model
+from service.model_folder import experts_of
 from service.plan.machine.costs import GPU
 from service.plan.machine.device import Device
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from service.config import EnvConfig, ModelConfig
-from service.config.model_folder import MODEL_CONFIG, is_model_folder
 from service.config.paths import is_on_hub
 from service.config.section import MODEL_FOLDER
 from service.errors import UserError
 from service.learn.estimate.kv_cache import check_engine
 from service.learn.model.hf_config import read_config
+from service.model_folder import MODEL_CONFIG, is_model_folder
 from service.plan.forecast import Plan
 from service.plan.machine.device import MEASURED, Device, profile
 from service.plan.page import as_dict, lines

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.config import ModelConfig
-from service.config.model_folder import is_adapter_folder, is_model_folder
 from service.config.paths import near
 from service.errors import UserError
 from service.files import previous_folder, resolved
+from service.model_folder import is_adapter_folder, is_model_folder
 from service.run.checkpoints import MANIFEST, PREFIX, Checkpoints, Manifest
 from service.run.folder import (
     BEST,

@@ -17,7 +17,6 @@ from service.config import (
     LoraConfig,
     ModelConfig,
 )
-from service.config.model_folder import check_vocabulary, is_model_folder
 from service.errors import UserError
 from service.handoff.steps.limits import Routing
 from service.learn.checkpoint import check_parts, read_metadata
@@ -26,6 +25,7 @@ from service.learn.model.hf_checkpoint import check_weights
 from service.learn.model.hf_config import code_of_the_model, read_config, unread_weights
 from service.learn.model.policy_model import stored_shapes, trained_shapes
 from service.learn.model.tiny_model import count_parameters, make_model
+from service.model_folder import check_vocabulary, is_model_folder
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.check_inputs import check_environments

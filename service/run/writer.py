@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from service.config import WandbConfig
-from service.config.model_folder import TOKENIZER, read_tokenizer
 from service.errors import printable
 from service.files import atomic_file, write_atomic
+from service.model_folder import TOKENIZER, read_tokenizer
 from service.observe.plot import draw_learning_curve
 from service.observe.trackers import TensorBoard, Wandb, open_trackers
 from service.run.folder import (

@@ -98,7 +98,7 @@ def export(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]]]:
     """A run's maximum staleness, and a function from token ids to the text of each token."""
     from service.config import load
-    from service.config.model_folder import TOKENIZER, read_tokenizer
+    from service.model_folder import TOKENIZER, read_tokenizer
     from service.run.folder import CONFIG, initial_model
     from service.trace.tokens import pieces
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from service.config.learn import TrainerConfig
-from service.config.model_folder import experts_of
 from service.errors import UserError
 from service.learn.compile import compiles_whole_layers
 from service.learn.estimate.checkpointing import choose_checkpointing
@@ -19,6 +18,7 @@ from service.learn.estimate.step import StepEstimate, estimate_step
 from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import Checkpointing
 from service.learn.settings import FitSettings
+from service.model_folder import experts_of
 
 NO_GPU = "H100"
 """The GPU that is assumed if neither the configuration nor the machine tells which GPU is used."""

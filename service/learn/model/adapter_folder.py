@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from service.config.lora import LoraConfig
-from service.config.model_folder import ADAPTER_CONFIG, INDEX, MODEL_CONFIG, SINGLE, weight_index
 from service.errors import UserError
 from service.files import atomic_folder, sync
 from service.learn.model.hf_checkpoint import write_beside_weights
 from service.learn.model.lora import merged
 from service.learn.model.sharding import shard_rows
+from service.model_folder import ADAPTER_CONFIG, INDEX, MODEL_CONFIG, SINGLE, weight_index
 
 Named = TypeVar("Named")
 

@@ -29,10 +29,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from service.config.model_folder import undivided_experts
 from service.errors import UserError
 from service.learn.model.sharding import local_shard
 from service.learn.sequence_parallel import all_to_all
+from service.model_folder import undivided_experts
 
 
 def check_groups(ranks: int, of_group: int, nodes: Sequence[str] | None) -> None:

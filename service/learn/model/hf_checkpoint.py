@@ -16,11 +16,11 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
 
-from service.config.model_folder import EMBEDDING, INDEX, MODEL_CONFIG, SINGLE, open_weights, weight_index
 from service.errors import UserError
 from service.files import atomic_folder, sync
 from service.learn.model.names import HEAD, Names
 from service.learn.model.sharding import shard_rows
+from service.model_folder import EMBEDDING, INDEX, MODEL_CONFIG, SINGLE, open_weights, weight_index
 
 TYPES = ("F64", "F32", "F16", "BF16")
 """Types of stored weights that can be loaded for training. Narrower types are refused, because they would need

@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
-from service.config.model_folder import (
+from service.errors import UserError
+from service.model_folder import (
     MODEL_CONFIG,
     model_config,
     near_family,
@@ -21,7 +22,6 @@ from service.config.model_folder import (
     transformers_of,
     unsupported,
 )
-from service.errors import UserError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Supported kinds of position embeddings: a token's embedding does not depend on its row or micro-batch."""

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from service.config.model_folder import EMBEDDING
 from service.learn.model.sharding import Rows
+from service.model_folder import EMBEDDING
 
 HEAD = "lm_head.weight"
 BACKBONE = "model."

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
-from service.config.model_folder import experts_of
 from service.handoff.steps.limits import NO_ROUTING, Routing
+from service.model_folder import experts_of
 
 
 def routing_of_model(config: PretrainedConfig, recorded: bool = True) -> Routing:

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from service.config.learn import TrainerConfig
 from service.config.lora import LINEAR, LoraConfig
-from service.config.model_folder import experts_of
 from service.learn.device_batch import DeviceBatch, DeviceSettings, unsampled_micro_batch
 from service.learn.model.hf_checkpoint import load_weights, stored_names, write_folder
 from service.learn.model.hf_config import read_config, unread_weights
@@ -31,6 +30,7 @@ from service.learn.model.lora import LoraLinear, add_adapter
 from service.learn.model.policy_model import PolicyModel, allocate, empty_model, stored_buffers
 from service.learn.proof.exact import Exact, exactly
 from service.learn.sequence_parallel import WHOLE, Slice
+from service.model_folder import experts_of
 from service.types import MicroBatch, SupervisedRow
 
 TOLERANCE = 1e-9

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from service.config.model_folder import FAMILIES, is_model_folder, model_config, text_part, unsupported
 from service.errors import UserError
+from service.model_folder import FAMILIES, is_model_folder, model_config, text_part, unsupported
 
 
 def refuse_unknown(folder: Path | None) -> None:

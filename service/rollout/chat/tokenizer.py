@@ -10,8 +10,8 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from service.config.model_folder import TOKENIZER, is_model_folder, require_files
 from service.errors import UserError
+from service.model_folder import TOKENIZER, is_model_folder, require_files
 
 PAD = "<|pad|>"
 START = "<|im_start|>"

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from service.config import DataConfig, EnvConfig, GeneratorConfig, ModelConfig
-from service.config.model_folder import is_model_folder
+from service.model_folder import is_model_folder
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.chat.tokenizer import make_tokenizer

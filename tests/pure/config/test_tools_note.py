@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.config.model_folder import tools_note
+from service.model_folder import tools_note
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from service.cli.parser import main
 from service.config.lora import LoraConfig
-from service.config.model_folder import ADAPTER_CONFIG
 from service.errors import UserError
 from service.learn.learner import Learner
 from service.learn.model.adapter_folder import ADAPTER_WEIGHTS, PREFIX, Base, check_adapter, merge
 from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import trained_shapes
+from service.model_folder import ADAPTER_CONFIG
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.run.checkpoints import TRAINER, Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, FINAL

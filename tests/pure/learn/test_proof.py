@@ -13,7 +13,6 @@ import torch
 from transformers.utils import logging
 
 from service.cli.models import run_check
-from service.config.model_folder import FAMILIES
 from service.errors import UserError
 from service.learn.attention_layout import Bucket
 from service.learn.device_batch import DeviceBatch
@@ -21,6 +20,7 @@ from service.learn.model import attention, router_replay
 from service.learn.proof.prove import Finding, prove
 from service.learn.proof.small import small_config
 from service.learn.proof.table import HEADING, family_line
+from service.model_folder import FAMILIES
 from tests.pure.learn.test_shared_prefix import of_gpu
 from tests.pure.learn.varlen import use_flash4
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from service.config import model_folder
+from service import model_folder
 from service.errors import UserError
 from service.learn.proof import unknown
 

@@ -15,9 +15,9 @@ from huggingface_hub import constants
 from actors.driver import commands
 from actors.driver import run as running
 from service.config import load_config
-from service.config.model_folder import MODEL_CONFIG
 from service.config.section import Named
 from service.errors import UserError
+from service.model_folder import MODEL_CONFIG
 from service.plan.planning import planned_model
 from service.run.folder import REVISIONS
 from service.run.hub import download
