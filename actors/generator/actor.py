@@ -243,11 +243,10 @@ class Generator(ImageHolder, Supervised):
     async def _play_group(self, outbox: Outbox, assignment: Assignment, task: Task) -> None:
         try:
             async with asyncio.TaskGroup() as samples:
-                for trajectory, sent in assignment.trajectories():
+                for trajectory, _ in assignment.trajectories():
                     for older in range(trajectory.attempt):
                         self._cancel(trajectory._replace(attempt=older))
-                    left = accepted_group(sent).steps if sent else None
-                    playing = samples.create_task(self._play(outbox, trajectory, task, left))
+                    playing = samples.create_task(self._play(outbox, trajectory, task))
                     self._playing[trajectory] = playing
                     # A callback, because a task that is cancelled before it starts runs no line of `_play`.
                     playing.add_done_callback(partial(self._playing.pop, trajectory))
@@ -258,8 +257,8 @@ class Generator(ImageHolder, Supervised):
             if self._groups == 0:
                 self._activity.idle()
 
-    async def _play(self, outbox: Outbox, trajectory: TrajectoryId, task: Task, left: Steps | None) -> None:
-        end = await self._player.play(trajectory, task, outbox, left)
+    async def _play(self, outbox: Outbox, trajectory: TrajectoryId, task: Task) -> None:
+        end = await self._player.play(trajectory, task, outbox)
         self._counts.update(("trajectories", f"end_{end.stop_reason}"))
 
     def _cancel(self, trajectory: TrajectoryId) -> None:

@@ -30,8 +30,6 @@ class GuessNumber:
     """The environment: an object plays one game. It answers a guess with the remaining range; the right guess has
     reward 1 and ends the episode."""
 
-    replayable = True
-
     def check_task(self, task: Task) -> None:
         """Raises if the row's number is not between 1 and `LARGEST`."""
         number = int(task.reward_spec["ground_truth"])

@@ -82,8 +82,6 @@ def puzzle(seed: int) -> Puzzle:
 class Lookup:
     """The environment: an object plays one episode. The row's `extra_info` holds the seed of the episode's facts."""
 
-    replayable = True
-
     def check_task(self, task: Task) -> None:
         """Raises if the row has no seed."""
         int(task.extra_info["seed"])

@@ -11,7 +11,7 @@ from service.handoff.batches.advantages import ESTIMATORS, Rule
 from service.handoff.batches.batch import BatchSettings
 from service.handoff.batches.filters import FilterSettings
 from service.handoff.curriculum import CurriculumSettings
-from service.handoff.group_bytes import NOTE_BYTES, WorstBytes
+from service.handoff.group_bytes import WorstBytes
 from service.handoff.scoring import ScorerSettings
 from service.handoff.settings import BufferSettings
 from service.handoff.steps.limits import Limits, Routing
@@ -82,7 +82,6 @@ def message_limits(config: Config, vocab_size: int = ANY_VOCABULARY, routing: Ro
         max_attempts=config.buffer.max_attempts,
         max_group_bytes=config.buffer.max_group_bytes,
         n_named_roles=len(config.roles),
-        max_note_bytes=max(config.env.max_snapshot_bytes, NOTE_BYTES),
         routing=routing,
     )
 
@@ -135,7 +134,6 @@ def worst_bytes(config: Config, expert_bytes: int = 0) -> WorstBytes:
         max_group_bytes=config.buffer.max_group_bytes,
         tokens_of_step=config.generator.longest_row,
         max_turns=config.env.max_turns,
-        max_note_bytes=max(config.env.max_snapshot_bytes, NOTE_BYTES),
         max_session_tokens=0 if agents is None else agents.max_tokens,
         max_session_calls=0 if agents is None else agents.max_calls,
         expert_bytes=expert_bytes,

@@ -140,9 +140,6 @@ class EnvConfig(CommandConfig):
     max_observation_characters: Positive = 1 << 20
     """Maximum characters of one observation, over all texts and names of its messages; if an observation is longer, the
     trajectory fails."""
-    max_snapshot_bytes: Annotated[int, Field(ge=0, le=1 << 18)] = 4096
-    """Maximum bytes of what another generator needs to continue after a step: the environment's snapshot in base64, and
-    the messages after the step. A trajectory that needs more bytes restarts if its generator is lost."""
 
 
 FailureName = Annotated[str, BeforeValidator(str), Field(pattern=FAILURE, max_length=80)]

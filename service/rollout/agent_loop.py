@@ -12,17 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
-
-import numpy as np
 
 from service.errors import in_one_line
 from service.handoff.steps.reward import NEEDED
 from service.handoff.steps.stop_reason import StopReason
-from service.rollout import handover
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.chat.conversation import Conversation, Prompt, generation_of, without_loss
 from service.rollout.chat.frozen import FrozenModels
@@ -33,7 +29,7 @@ from service.rollout.environment import MAIN, StepResult, Task, TrajectoryFailed
 from service.rollout.episode import Episode
 from service.rollout.limits import AgentLimits
 from service.rollout.step_sinks import StepSink
-from service.types import Int32s, Steps, TrajectoryEnd, TrajectoryId
+from service.types import Int32s, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
 
@@ -58,24 +54,17 @@ async def run_trajectory(
     seed: int,
     sink: StepSink,
     frozen: FrozenModels | None = None,
-    earlier: Steps | None = None,
 ) -> Played:
     """Play one trajectory; `sink` gets a step after each finished turn, then the record that ends the trajectory.
 
-    `frozen`: the models that play frozen roles; None if there are no frozen roles. `earlier`: steps that another
-    generator played and the buffer accepted; the trajectory continues after them.
+    `frozen`: the models that play frozen roles; None if there are no frozen roles.
     """
     if task.temperature is not None:
         limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))
     episode, info, failure = Episode(trajectory, task, limits, sink), Counter[str](), ""
     sides = {role: Conversation(limits.conversation, chat) for role in limits.roles}
-    most = limits.max_snapshot_bytes if len(sides) == 1 else 0  # several roles: no handover
-    read = partial(_text_until_stop, chat, limits.sampling.stop)
     try:
-        if earlier is not None:
-            result = await _taken_over(earlier, episode, sides[MAIN], environment, task, seed, read, info)
-        else:
-            result = StepResult(await environment.reset(task, seed), 0.0, False)
+        result = StepResult(await environment.reset(task, seed), 0.0, False)
         while not result.done:
             role, side = result.role, sides[result.role]
             tools = task.tools if role == MAIN else ()
@@ -88,15 +77,12 @@ async def run_trajectory(
             else:
                 request_id = f"{trajectory}/turn={episode.n_steps}"
                 generation = await generate_turn(engine, prompt_ids, limits, chat.vocab_size, request_id)
-                text = read(generation.token_ids)
+                text = _text_until_stop(chat, limits.sampling.stop, generation.token_ids)
             result = await environment.step(text)
             response = side.close(text, generation, episode.is_last(result.done))
             response = without_loss(response) if is_frozen else response
             info.update(result.info)
-            most = 0 if result.rewards else most  # a reward given after its turn is in no step
-            history = side.whole(result.messages, result.history)
-            note = await handover.write_note(environment, result, history, info, most) if most else ""
-            episode.finish_turn(response, generation, result.reward, role, note)
+            episode.finish_turn(response, generation, result.reward, role)
             if refused := episode.give(result.rewards):
                 why = f"rewards[{refused[0]!r}]: the role has had no turn, or its sum is not {NEEDED}"
                 raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, why)
@@ -106,46 +92,6 @@ async def run_trajectory(
     finally:
         await environment.close(trajectory)
     return Played(episode.finish(failure), info, failure)
-
-
-async def _taken_over(
-    earlier: Steps,
-    episode: Episode,
-    side: Conversation,
-    environment: EnvGuard,
-    task: Task,
-    seed: int,
-    read: Callable[[Int32s], str],
-    info: Counter[str],
-) -> StepResult:
-    """Restore the environment after an earlier generator's steps, and return the environment's answer to the last step.
-
-    Raises:
-        TrajectoryFailed: the environment cannot be restored, or its answers in the replay differ from the recorded
-            ones.
-    """
-    note, steps = handover.read_note(earlier)
-    info.update(note.info)
-    result = StepResult((), steps[-1].reward, True)
-    if not note.done:
-        result = StepResult(await environment.reset(task, seed), 0.0, False)
-    for token_ids, step, reward in steps:
-        text = read(step.response_ids[step.loss_mask])
-        if not note.done and note.snapshot is None:
-            prompt = _next_prompt(side, result, task.tools)
-            if not np.array_equal(episode.whole(prompt), token_ids[: len(token_ids) - len(step.response_ids)]):
-                raise handover.not_restored(f"played again, step {step.index} had another prompt")
-            result = await environment.step(text)
-            if (result.reward, result.done) != (reward, False):
-                raise handover.not_restored(f"played again, step {step.index} had another reward or end")
-            info.update(result.info)
-        side.last_response = text, step.response_ids
-        episode.take(token_ids, reward, step.stop_reason)
-    if note.snapshot is not None:
-        await environment.restore(note.snapshot)
-        history = note.messages if note.is_history else None
-        result = StepResult(note.messages, steps[-1].reward, False, history=history)
-    return result
 
 
 async def generate_turn(

@@ -29,11 +29,10 @@ from service.rollout.environment import (
     StepResult,
     Task,
     TrajectoryFailed,
-    snapshot_of,
 )
 from service.rollout.in_thread import played
 from service.rollout.limits import AgentLimits
-from service.rollout.plain_values import NotAllowed, read_messages, read_snapshot, read_step_result
+from service.rollout.plain_values import NotAllowed, read_messages, read_step_result
 from service.rollout.user_errors import contain_exits, describe_error, type_name
 from service.types import TrajectoryId
 
@@ -85,7 +84,7 @@ class _Call(NamedTuple):
 class EnvGuard:
     """Runs one trajectory's environment. `make`: makes the environment; `name`: the environment's name in messages.
 
-    `reset`, `step`, `snapshot`, `restore` and `play` raise TrajectoryFailed if the environment raised an error, missed
+    `reset`, `step` and `play` raise TrajectoryFailed if the environment raised an error, missed
     its deadline, or returned a value that is not allowed.
     """
 
@@ -108,9 +107,6 @@ class EnvGuard:
         self._task: asyncio.Task[None] | None = None
         self._gave_up = False
         """Whether the task was cancelled during a call, which may still run."""
-        self._snapshot: bytes | bool = b""
-        """The last result of `snapshot`. If the environment makes no snapshots it is a bool, which holds for all
-        steps."""
         self._tools: frozenset[str] = frozenset()
         """Names of the tools that the task describes."""
 
@@ -126,17 +122,6 @@ class EnvGuard:
         read, name = partial(read_step_result, self._limits), tool_named(text, self._tools)
         result: StepResult = await self._ask("step", lambda environment: environment.step(text), read, name)
         return result
-
-    async def snapshot(self) -> bytes | bool:
-        """The environment's state as bytes; True if the episode can be replayed instead; False if neither is
-        possible."""
-        if isinstance(self._snapshot, bytes):
-            self._snapshot = await self._ask("snapshot", snapshot_of, read_snapshot)
-        return self._snapshot
-
-    async def restore(self, snapshot: bytes) -> None:
-        """Restore the environment's state from a snapshot; call `reset` first."""
-        await self._ask("restore", lambda environment: environment.restore(snapshot))
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
         """Make the agent and call its `play`; the agent gives its result to the session."""

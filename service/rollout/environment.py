@@ -91,16 +91,7 @@ class TrajectoryFailed(Exception):
 
 
 class Environment(Protocol):
-    """One episode of an environment.
-
-    If the generator that plays an episode is lost, the episode restarts in another generator. It continues in the other
-    generator instead of restarting if the environment has the two methods or the attribute that follow:
-
-        async def snapshot(self) -> bytes           the state after a step
-        async def restore(self, snapshot) -> None   restores that state in a new instance, after its `reset`
-
-        replayable = True                           the same texts after the same `reset` always get the same answers
-    """
+    """One episode of an environment. If the generator that plays it is lost, another generator restarts the episode."""
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """Begin the episode and return its first messages."""
@@ -110,13 +101,6 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Free the episode's resources; called once, even after a failure."""
-
-
-async def snapshot_of(environment: Any) -> Any:
-    """An environment's state as bytes; True if the episode can be replayed instead; False if neither is possible."""
-    if hasattr(environment, "snapshot"):
-        return await environment.snapshot()
-    return getattr(environment, "replayable", False) is True
 
 
 Status = Literal["ok", "failed", "aborted"]

@@ -109,7 +109,6 @@ class Episode:
         generation: Generation,
         reward: float,
         role: str = MAIN,
-        note: str = "",
     ) -> None:
         """End the current turn of a role: send the turn as a step to the sink. The role's next step may continue this
         step."""
@@ -129,30 +128,14 @@ class Episode:
             reward=reward,
             stop_reason=generation.stop_reason,
             extends=history.extends,
-            note=note,
-            portable=bool(note),
             routed_experts=experts_of(generation.routed_experts, n_total, n_carried),
         )
         self._sink.append(step)
-        self._turned(role, reward, generation.stop_reason)
-
-    def _turned(self, role: str, reward: float, stop_reason: str) -> None:
-        history = self._histories[role]
-        history.extends = Extension(self.n_steps, len(history.token_ids), digest(history.token_ids))
+        history.extends = Extension(index, n_total, digest(history.token_ids))
         self._roles.append(role)
         if role == MAIN:
             self._reward = reward
-        self._truncated = stop_reason == StopReason.LENGTH
-
-    def whole(self, prompt: Prompt) -> Int32s:
-        """[Q] token ids of the whole next prompt of `main`, including the history."""
-        return prompt.token_ids if prompt.whole else np.append(self._histories[MAIN].token_ids, prompt.token_ids)
-
-    def take(self, token_ids: Int32s, reward: float, stop_reason: str) -> None:
-        """Add to this episode a turn of `main` that another generator finished. `token_ids`: [P + T] the tokens of its
-        prompt and response. The next step may continue this turn."""
-        self._histories[MAIN].begin(Prompt(token_ids, whole=True))
-        self._turned(MAIN, reward, stop_reason)
+        self._truncated = generation.stop_reason == StopReason.LENGTH
 
     def give(self, rewards: Mapping[str, float]) -> list[str]:
         """Add rewards to the newest turns of roles. Returns the refused roles: they had no turn, or their reward would

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 from service.rollout.child_main import serve_child
 from service.rollout.child_process import ChildProcess, ChildProcesses
-from service.rollout.environment import Environment, Message, StepResult, Task, snapshot_of
+from service.rollout.environment import Environment, Message, StepResult, Task
 from service.rollout.environments.registry import Options, make_environment
 
 BYTES_PER_CHARACTER = 6
@@ -43,15 +42,6 @@ class IsolatedEnvironment:
     async def step(self, text: str) -> StepResult:
         """Call the environment's `step` in its process."""
         return StepResult(**await self._asked({"verb": "step", "text": text}))
-
-    async def snapshot(self) -> bytes | bool:
-        """Call the environment's `snapshot` in its process; the result is described in `snapshot_of`."""
-        found = await self._asked({"verb": "snapshot"})
-        return b64decode(found) if isinstance(found, str) else bool(found)
-
-    async def restore(self, snapshot: bytes) -> None:
-        """Call the environment's `restore` in its process."""
-        await self._asked({"verb": "restore", "snapshot": b64encode(snapshot).decode()})
 
     async def _asked(self, request: Mapping[str, Any]) -> Any:
         if self._process is None:
@@ -90,11 +80,6 @@ class _Episodes:
             raise RuntimeError(f"{request['verb']} before reset")
         if request["verb"] == "step":
             return (await self._environment.step(request["text"]))._asdict()
-        if request["verb"] == "snapshot":
-            found = await snapshot_of(self._environment)
-            return b64encode(found).decode() if isinstance(found, bytes) else found
-        if request["verb"] == "restore":
-            return await cast(Any, self._environment).restore(b64decode(request["snapshot"]))
         environment, self._environment = self._environment, None
         return await environment.close()
 

@@ -39,9 +39,6 @@ class AgentLimits:
     sampling: Sampling
     max_observation_characters: int = 1 << 20
     """Maximum characters of one observation, over all texts and names of its messages."""
-    max_snapshot_bytes: int = 0
-    """Maximum bytes of a step's note for a handover; 0: steps have no notes, so a trajectory restarts if another
-    generator takes it over."""
     conversation: Mode = "append"
     roles: Mapping[str, RoleConfig | None] = field(default_factory=lambda: {MAIN: None})
     """The roles that turns may have, with their settings; `main` has no settings."""
@@ -62,7 +59,6 @@ class AgentLimits:
             request_deadline=generator.request_deadline,
             sampling=Sampling.of(generator, chat.end_ids),
             max_observation_characters=env.max_observation_characters,
-            max_snapshot_bytes=env.max_snapshot_bytes,
             conversation=generator.conversation,
             roles={MAIN: None, **settings.roles},
         )

@@ -138,13 +138,6 @@ class NotAllowed(Exception):
         self.reason, self.detail = reason, detail
 
 
-def read_snapshot(value: Any) -> bytes | bool:
-    """Check a snapshot: the environment's state as bytes, or a bool that says whether the episode can be replayed."""
-    if type(value) not in (bytes, bool):
-        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"gave a {type_name(value)}; bytes are needed")
-    return value  # type: ignore[no-any-return]
-
-
 def read_step_result(limits: AgentLimits, result: Any) -> StepResult:
     """Check the environment's answer to one turn, and copy it into plain values.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -82,12 +81,8 @@ class Player(Generic[A]):
         self._ended: list[tuple[TrajectoryEnd, str]] = []
         """Training trajectories that ended and are not measured yet, each with the name of its environment."""
 
-    async def play(
-        self, trajectory: TrajectoryId, task: Task, sink: StepSink, earlier: Steps | None = None
-    ) -> TrajectoryEnd:
+    async def play(self, trajectory: TrajectoryId, task: Task, sink: StepSink) -> TrajectoryEnd:
         """Play one trajectory for training; its steps, and the record that ends it, are sent to `sink`.
-
-        `earlier`: steps of the trajectory that another generator played; it continues after these steps.
 
         Raises:
             RunFailed: too many environments did not return when cancelled; this process has to be restarted.
@@ -95,7 +90,7 @@ class Player(Generic[A]):
         # All samples of a group share the environment's seed, so that only the policy differs.
         env = task.env_class or self._settings.env.name
         with self.timelines.playing(trajectory, env) as line:
-            played = await self._play(trajectory, task, sink, str(trajectory.group_id), self._limits, earlier)
+            played = await self._play(trajectory, task, sink, str(trajectory.group_id))
             self.timelines.ended(line, played.end.stop_reason)
         self._ended.append((played.end, env))
         if not played.failure:
@@ -115,8 +110,7 @@ class Player(Generic[A]):
     async def play_unmeasured(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> TrajectoryEnd:
         """Play one trajectory as `play` does, but without metrics; for trajectories that are not sent to the buffer,
         such as those of an evaluation."""
-        nowhere_else = replace(self._limits, max_snapshot_bytes=0)
-        return (await self._play(trajectory, task, sink, seed, nowhere_else)).end
+        return (await self._play(trajectory, task, sink, seed)).end
 
     def measure(self, metrics: Metrics, trace: Trace) -> None:
         """Record the metrics of the training trajectories that ended since the last call, and write their timeline to
@@ -137,28 +131,20 @@ class Player(Generic[A]):
         if self.agents is not None:
             await self.agents.close()
 
-    async def _play(
-        self,
-        trajectory: TrajectoryId,
-        task: Task,
-        sink: StepSink,
-        seed: str,
-        limits: AgentLimits,
-        earlier: Steps | None = None,
-    ) -> Played:
+    async def _play(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> Played:
         self.leaked.check()
         own = deepcopy(task)  # trajectories share the row
         number = xxhash.xxh3_64_intdigest(f"{self._settings.seed}/{seed}".encode()) & 0x7FFFFFFF
         async with self._environments.room:
             agents = self.agents if self.agents is not None and self._environments.is_agent(task) else None
-            limits = limits if agents is None else agents.limits
+            limits = self._limits if agents is None else agents.limits
             name, make = task.env_class or self._settings.env.name, partial(self._environments.make, task)
             guard = EnvGuard(name, make, limits, self.leaked, partial(self.timelines.answered, trajectory))
             if agents is not None:
                 here = None if self._environments.is_outside(task) else guard
                 played = await agents.play(trajectory, own, here, number, sink)
             else:
-                speakers = self._engine, self.chat, limits, number, sink, self._frozen, earlier
+                speakers = self._engine, self.chat, limits, number, sink, self._frozen
                 played = await run_trajectory(trajectory, own, guard, *speakers)
         if played.failure:
             self.failures[played.end.stop_reason] = played.failure

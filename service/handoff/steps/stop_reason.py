@@ -27,8 +27,6 @@ class StopReason(StrEnum):
     """The reward was not a number, or its magnitude exceeded `MAX_REWARD`."""
     ENVIRONMENT_OUTPUT = "environment_output"
     """The environment's messages were malformed or too large."""
-    ENVIRONMENT_NOT_RESTORED = "environment_not_restored"
-    """The trajectory could not continue in another generator: its environment answered the same texts differently."""
 
 
 OVER_LONG = frozenset({StopReason.LENGTH, StopReason.TRUNCATED})

@@ -131,10 +131,3 @@ class Conversation:
         response = as_sampled(generation) if continues else with_end(generation, self._chat.end_id)
         self.last_response = text, response.token_ids
         return response
-
-    def whole(self, messages: Sequence[Message], history: Sequence[Message] | None) -> Sequence[Message] | None:
-        """The whole conversation, including the environment's answer, if the next prompt is rendered from the whole
-        conversation; None if the next prompt only appends tokens."""
-        if history is not None or self.last_response is None or self._mode != "rerender":
-            return history
-        return [*self.messages, Message(role="assistant", content=self.last_response[0]), *messages]

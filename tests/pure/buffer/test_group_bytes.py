@@ -18,7 +18,7 @@ from service.config import Config
 from service.config.checks import check_bytes, problems
 from service.config.core_settings import worst_bytes
 from service.errors import ConfigError
-from service.handoff.group_bytes import ITEM_BYTES
+from service.handoff.group_bytes import ITEM_BYTES, NOTE_BYTES
 from service.handoff.steps import wire
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import long_note_bytes
@@ -77,7 +77,7 @@ def full_step(of: TrajectoryId, uid: str, index: int, made: Config, version: Pol
         np.full(response, -0.5, np.float32),
         np.ones(response, np.bool_),
         np.full(response, version.pack(), np.int64),
-        note="n" * made.env.max_snapshot_bytes,
+        note="n" * NOTE_BYTES,
     )
 
 
