@@ -1,1 +1,0 @@
-"""Real runs in which one part becomes slow: `python -m benchmarks.slowness`."""
