@@ -220,11 +220,4 @@ def trial_config(files: list[Path], overrides: list[str], model: Path | None) ->
     return load_config([], [*TRY_SETTINGS, fitting, *overrides])
 
 
-def doctor(arguments: argparse.Namespace, _overrides: list[str]) -> int:
-    """The command `baton doctor`: measure the machines of a cluster; returns the exit code."""
-    from actors.driver.doctor import doctor
-
-    return doctor(arguments)
-
-
-COMMANDS = {"run": run, "sft": sft, "eval": evaluate, "agent-try": agent_try, "doctor": doctor}
+COMMANDS = {"run": run, "sft": sft, "eval": evaluate, "agent-try": agent_try}

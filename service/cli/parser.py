@@ -34,7 +34,6 @@ examples:
   baton slurm --config mine.yaml -- --nodes 4            # the same on nodes of a Slurm cluster
   baton eval runs/quickstart data.eval_make_rows=200     # evaluates a run, a checkpoint or a model
   baton config validate --config mine.yaml               # reports mistakes, starts nothing
-  baton doctor                                           # what is wrong with this machine, or with a cluster's
   baton models check MODEL                               # whether its family is trained rightly, and what fails
   baton plan --config mine.yaml --gpu h100 --gpus 8      # whether it fits, how fast it would be, what would bind
   baton config show --config mine.yaml buffer.lookahead=0
@@ -78,7 +77,6 @@ COMMANDS = (
     Command("replay", "form a mini-batch of a run again from the run's journal", "service.cli.replay"),
     Command("logs", "what the parts of a run print", "service.cli.logs"),
     Command("profile", "profile the next optimizer steps of a running run", "service.cli.profile"),
-    Command("doctor", "measure the machines of a cluster, and say what is wrong", "service.cli.doctor"),
     # Optional commands: if the line and the folder of one are removed, everything else works.
     Command("plan", "whether a configuration fits, how fast it is, what binds", "service.plan.command", True),
     Command("simulate", "predict what a configuration would do, without GPUs", "service.simulate.command", True),

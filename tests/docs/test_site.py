@@ -102,9 +102,6 @@ def test_a_command_of_the_pages_is_one_that_there_is(
         # That it trains is tested in `tests/e2e/test_package.py`.
         assert main(["quickstart", "run.no_such_setting=1"]) == 2
         assert "no_such_setting" in capsys.readouterr().err
-    elif words == ["baton", "doctor"]:
-        faults = main(words[1:])
-        assert capsys.readouterr().out.splitlines()[-1].endswith(("fault", "faults")) and faults in (0, 1)
     elif words[0] == "baton":
         # Here is neither a file nor a run, so a command that is written rightly gets as far as missing them.
         monkeypatch.chdir(tmp_path)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import actors.driver.node_check
-from actors.driver.node_check import RunFiles, look
+from actors.driver.node_check import MIN_FREE_BYTES, Node, RunFiles, look, unequal_versions
 from actors.trainer.actor import TrainerRank
 from service.config import Config
 from service.errors import UserError
@@ -32,7 +34,7 @@ def files_of(here: Path) -> RunFiles:
 
 def test_a_node_with_the_drivers_files_lacks_nothing(here: Path) -> None:
     assert files_of(here).problem() is None
-    assert look(files_of(here), on_gpu=False) is None
+    assert look(files_of(here), on_gpu=False).problem is None
 
 
 def without(*names: str) -> Callable[[Path], None]:
@@ -68,9 +70,9 @@ def test_the_first_thing_that_a_node_lacks_is_one_line_with_node_and_path(
     monkeypatch.setattr(actors.driver.node_check.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
     files = files_of(here)
     spoil(here)
-    said = look(files, on_gpu=False)
-    assert said is not None and "\n" not in said
-    assert said.startswith(f"node 10.0.0.7 {lacks.format(here=here)}; ranks or engines run there")
+    found = look(files, on_gpu=False)
+    assert found.where == "node 10.0.0.7" and found.problem is not None and "\n" not in found.problem
+    assert found.problem.startswith(f"{lacks.format(here=here)}; ranks or engines run there")
 
 
 def test_files_that_a_node_may_not_read_or_write_are_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +88,34 @@ def test_files_that_a_node_may_not_read_or_write_are_said(here: Path, monkeypatc
 
 def test_a_node_whose_gpus_pytorch_cannot_use_says_why(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    said = look(files_of(here), on_gpu=True)
+    said = look(files_of(here), on_gpu=True).problem
     assert said is not None and "has GPUs, but PyTorch cannot use them: it was built without CUDA" in said
+
+
+def test_a_gpu_with_other_work_and_a_full_or_slow_disk_are_notes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.cuda.unusable_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: ([int(79e9), int(40e9)][gpu], int(80e9)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "H100")
+    free = int(MIN_FREE_BYTES / 2)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(actors.driver.node_check, "MIN_RATE", float("inf"))
+    gpu, room, rate = look(files_of(here), on_gpu=True).notes
+    assert "40.0 GB in use" in gpu and "10 GB free" in room and "MB/s to the disk" in rate
+
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert "No space left" in look(files_of(here), on_gpu=False).notes[-1]
+
+
+def test_versions_that_differ_between_nodes_are_named() -> None:
+    nodes = [Node(f"node {n}", versions={"torch": "2.11", "vllm": "1.0"}) for n in range(3)]
+    assert [*unequal_versions(nodes)] == []
+    nodes[1] = nodes[1]._replace(versions={"torch": "2.10"})
+    torch_line, vllm_line = unequal_versions(nodes)
+    assert torch_line.startswith("torch is 2.11 on most") and "node 1 2.10" in torch_line and "node 1 none" in vllm_line
 
 
 def test_a_rank_that_was_given_a_gpu_never_trains_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

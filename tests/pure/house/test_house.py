@@ -56,9 +56,7 @@ SHOWS_THE_TIME = {
     "service/run/progress.py": "in lines of the metrics",
     "service/observe/recorder.py": "in the timeline",
     "actors/driver/commands.py": "how long the command took",
-    "actors/driver/doctor.py": "to compare clocks",
     "actors/observe/telemetry.py": "in the status",
-    "service/doctor/facts.py": "to compare clocks",
     "actors/generator/scaling.py": "when Ray ends a drained node, which it says in Unix time; between 0 and the grace",
 }
 """Files that read the wall clock, and for what; deadlines are those of the monotonic clock, which does not jump."""
