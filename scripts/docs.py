@@ -56,8 +56,7 @@ generator:
 `baton config validate` compares names and plain types (numbers, texts, lists) with the vLLM that is installed; vLLM
 checks other values when an engine starts, and a refusal ends the run with a line that says so. An engine has
 `generator.tensor_parallel_size` times `pipeline_parallel_size` GPUs, and Ray places it on a node with that many;
-`enable_expert_parallel` divides the experts among the same GPUs. The engines of frozen roles, teachers and judges do
-not get these options.
+`enable_expert_parallel` divides the experts among the same GPUs. The engines of teachers do not get these options.
 
 What becomes of each argument:
 

@@ -35,7 +35,6 @@ from actors.generator.actor import Generator
 from actors.generator.scaling import Placed
 from actors.observe.metrics_hub import MetricsHub
 from actors.scorers.actor import place_scorers
-from actors.scorers.frozen_model import ask_role, place_roles
 from actors.scorers.workers import workers
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
@@ -52,7 +51,7 @@ BUFFER = "buffer"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Handles of the run's actors: metrics hub, buffer, generators, trainer ranks, scorers, frozen roles."""
+    """Handles of the run's actors: metrics hub, buffer, generators, trainer ranks, scorers."""
 
     hub: Any
     buffer: Any
@@ -61,15 +60,13 @@ class Cluster:
     place: Callable[[int], Awaitable[Placed]]
     """A function that creates a further generator with the given number, as soon as there is room for it."""
     scorers: Mapping[str, Any] = field(default_factory=dict)
-    roles: Mapping[str, Any] = field(default_factory=dict)
-    """The actors of frozen roles that the run serves."""
     shares_cores: bool = False
     """Whether engines and ranks compute on the CPU cores of the same machine."""
 
     @property
     def named(self) -> dict[str, Any]:
         """Return all actors except the generators, by name."""
-        return {HUB: self.hub, BUFFER: self.buffer, **self.scorers, **self.roles, **self.trainer.named}
+        return {HUB: self.hub, BUFFER: self.buffer, **self.scorers, **self.trainer.named}
 
 
 def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys | None = None) -> Cluster:
@@ -97,7 +94,6 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     )
     env, scored = engine_env(config.generator), (prepared.model_folder, prepared.tasks_file)
     scorers = place_scorers(config.scorers, config_json, *scored, env, has_gpu=bool(gpus))
-    roles = place_roles(config.served_roles, config_json, env, has_gpu=bool(gpus), hub=HUB)
     buffer = (
         ray.remote(BufferActor)
         .options(name=BUFFER, **buffer_options(config))
@@ -112,7 +108,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
         actor = ray.remote(concurrency_groups={WATCHING: 1})(Generator).options(
             name=name, max_restarts=max_restarts, **options
         )
-        return actor.remote(name, config_json, *paths, BUFFER, HUB, keys, number, str(prepared.base), ask_role)
+        return actor.remote(name, config_json, *paths, BUFFER, HUB, keys, number, str(prepared.base))
 
     async def place(number: int) -> Placed:
         own = [engine_bundle(config, gpus)]
@@ -130,7 +126,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     engines = range(config.generator.min_engines)
     generators = tuple(generator(n, room, engine_index(config, n), max_restarts=-1) for n in engines)
     trainer, shares_cores = place_trainer(config, gpus, room, HUB), not gpus and len(nodes()) == 1
-    return Cluster(hub, buffer, generators, trainer, place, scorers, roles, shares_cores)
+    return Cluster(hub, buffer, generators, trainer, place, scorers, shares_cores)
 
 
 def _refuse_unfit_nodes(config: Config, has_gpu: bool) -> None:

@@ -64,7 +64,7 @@ class Coordinator:
     ) -> None:
         self._config = config
         self._hub, self._buffer, self._trainer = cluster.hub, cluster.buffer, cluster.trainer
-        self._scorers, self._roles = cluster.scorers, cluster.roles
+        self._scorers = cluster.scorers
         self._folder = folder
         self._prepared = prepared
         self._say = say
@@ -205,10 +205,7 @@ class Coordinator:
             "the generators": self._generator_pool.start,
         }
         if self._scorers:
-            starting["the scorers"] = partial(all_up, self._scorers.values(), self._config.scorers, "a scorer")
-        if self._roles:
-            served = self._config.served_roles
-            starting["the frozen roles' models"] = partial(all_up, self._roles.values(), served, "a role's model")
+            starting["the scorers"] = partial(all_up, self._scorers.values(), self._config.scorers)
         waited_for = dict.fromkeys(starting)
 
         async def up(name: str) -> Any:

@@ -21,10 +21,7 @@ from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import engine_bundle, engine_options, gpus_each, reserve
 from actors.driver.ray_session import ray_session
 from actors.driver.signals import exit_on_stop_signals, on_stop_signal
-from actors.engine.vllm_arguments import engine_env
 from actors.evaluation.evaluator import Evaluator, evaluate_on
-from actors.scorers.actor import all_up
-from actors.scorers.frozen_model import place_roles
 from service.config import Config
 from service.config.paths import with_absolute_paths
 from service.errors import BatonError, RunFailed
@@ -118,9 +115,6 @@ async def _evaluate(
     config: Config, model: Path, files: Mapping[str, Path], say: Callable[[str], None]
 ) -> list[Evaluation]:
     gpus = gpus_each()
-    roles = place_roles(
-        config.served_roles, config.model_dump_json(), engine_env(config.generator), bool(gpus), hub=None
-    )
     bundles = [engine_bundle(config, gpus)] * config.generator.min_engines
     room = await reserve(bundles, config.generator.start_deadline, say)
     await asyncio.to_thread(check_nodes, room, bundles, RunFiles.of(model, files.values()))
@@ -133,7 +127,6 @@ async def _evaluate(
     with phase("loading the model: engines start", say):
         await asyncio.gather(
             *(call(engine.start, who="an engine", within=config.generator.start_deadline) for engine in engines),
-            all_up(roles.values(), config.served_roles, "a role's model"),
         )
     results = []
     for name, path in files.items():

@@ -166,7 +166,7 @@ def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:
 
 
 def refuse_too_few_gpus(config: Config, gpus: int) -> None:
-    """Refuse a run whose ranks, engines, scorers and roles need more GPUs than this machine has.
+    """Refuse a run whose ranks, engines and scorers need more GPUs than this machine has.
 
     Raises:
         UserError: this machine has too few GPUs; the message names settings that would fit.
@@ -175,7 +175,6 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
     each = generator.engine_gpus
     engines = 0 if config.weights.transport == "ipc" else generator.min_engines
     others = sum(math.ceil(each.gpus) * (each.workers if each.use else 1) for each in config.scorers.values())
-    others += sum(math.ceil(role.gpus) for role in config.served_roles.values())
     if (needed := ranks + engines * each + others) <= gpus:
         return
     left = gpus - others if gpus > others else gpus
@@ -188,7 +187,7 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
             f"generator.kv_cache_bytes={generator.kv_cache_bytes or SHARED_KV_CACHE_BYTES} "
             f"generator.gpu_memory_utilization={SHARED_UTILIZATION}"
         )
-    named = f", scorers and roles {others}" if others else ""
+    named = f", scorers {others}" if others else ""
     raise UserError(
         f"{needed} GPUs are needed (trainer.ranks {ranks}, generator.engines {engines} of {each}{named}), this "
         f"machine has {gpus}; that many are used with: {fits}"

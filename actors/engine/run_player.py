@@ -9,7 +9,6 @@ from service.agents.runner.runner import AgentRunner
 from service.agents.session_keys import Keys
 from service.config import Config
 from service.rollout.chat.chat import Chat
-from service.rollout.chat.frozen import Served
 from service.rollout.engine import Engine
 from service.rollout.limits import AgentLimits, PlaySettings
 from service.rollout.player import Player
@@ -25,14 +24,12 @@ class RunPlayer(Player[Agents]):
         engine: Engine,
         keys: Keys | None = None,
         number: int = 0,
-        served: Served | None = None,
     ) -> None:
-        """Store the settings. `keys`: the keys of the run's agents; `number`: the number of this generator, from 0;
-        `served`: generates the messages of frozen roles that the run itself serves."""
+        """Store the settings. `keys`: the keys of the run's agents; `number`: the number of this generator, from 0."""
         endpoint = config.endpoint
 
         def agents(chat: Chat, timed: Engine, limits: AgentLimits) -> Agents | None:
             return None if endpoint is None else Agents(endpoint, chat, timed, limits, keys, number)
 
         settings = PlaySettings(config.run.seed, config.env, config.generator, config.roles)
-        super().__init__(settings, model_folder, engine, agents, AgentRunner(config.env), served)
+        super().__init__(settings, model_folder, engine, agents, AgentRunner(config.env))

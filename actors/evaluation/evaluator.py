@@ -12,7 +12,6 @@ from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_engine import VllmEngine
 from actors.engine.vllm_parser import use_parser
 from actors.observe.actor_logs import keep_log
-from actors.scorers.frozen_model import ask_role
 from service.config import Config
 from service.evaluation.play import play_shard
 from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, summarize
@@ -52,7 +51,7 @@ class Evaluator:
         enter_user_folder()
         self._config = Config.model_validate_json(config_json)
         self._engine = VllmEngine(self._config, Path(model_folder))
-        self._player = RunPlayer(self._config, Path(model_folder), self._engine, served=ask_role)
+        self._player = RunPlayer(self._config, Path(model_folder), self._engine)
         self._model_folder = Path(model_folder)
 
     async def start(self) -> None:

@@ -47,7 +47,6 @@ from service.handoff.verbs import Assignment
 from service.observe.loop_watch import LoopWatch
 from service.observe.measure import measure_states, measure_steps
 from service.observe.metrics import Metrics
-from service.rollout.chat.frozen import Served
 from service.rollout.environment import Task
 from service.rollout.prompts.dataset import load_tasks, task_of
 from service.types import PolicyVersion, Steps, TrajectoryEnd, TrajectoryId
@@ -85,11 +84,10 @@ class Generator(ImageHolder, Supervised):
         keys: Keys | None = None,
         number: int = 0,
         base: str | None = None,
-        ask_role: Served | None = None,
     ) -> None:
         """Store the settings. `keys`: the keys of the run's agents; `number`: the index of this generator in the
         run, from 0; `base`: the folder of the engine's weights, which exists when the engine starts (None:
-        `model_folder`); `ask_role`: asks the model of a frozen role that the run serves."""
+        `model_folder`)."""
         super().__init__()
         keep_log(name)
         self._name = name
@@ -98,7 +96,7 @@ class Generator(ImageHolder, Supervised):
         self._buffer = resolve_actor(buffer)
         self._tasks = load_tasks(Path(tasks_file))
         self._engine = VllmEngine(self._config, Path(base or model_folder))
-        self._player = RunPlayer(self._config, Path(model_folder), self._engine, keys, number, ask_role)
+        self._player = RunPlayer(self._config, Path(model_folder), self._engine, keys, number)
         self._model_folder = Path(model_folder)
         self._limit = GroupLimit.of(self._config)
         self._groups = 0

@@ -1,1 +1,1 @@
-"""The processes of scorers, and the engines of teachers and of frozen roles."""
+"""The processes of scorers, and the engines of teachers."""

@@ -15,13 +15,13 @@ from actors.deaths import Supervised
 from actors.observe.actor_logs import keep_log
 from actors.scorers.workers import actor_names
 from service.config import Config
-from service.config.rollout import RoleConfig, ScorerConfig
+from service.config.rollout import ScorerConfig
 from service.rollout.prompts.dataset import load_tasks
 from service.scorers.reply import Failure, ScorerFailed
 from service.scorers.scorer import Scorer
 
 if TYPE_CHECKING:
-    from actors.scorers.frozen_model import FrozenEngine
+    from actors.scorers.teacher_engine import TeacherEngine
 
 
 class ScorerActor(Supervised):
@@ -31,15 +31,15 @@ class ScorerActor(Supervised):
         keep_log(f"scorer-{name}")
         self._failure: Exception | None = None
         self._scorer: Scorer | None = None
-        self._engine: FrozenEngine | None = None
+        self._engine: TeacherEngine | None = None
         config = Config.model_validate_json(config_json)
         teacher = config.scorers[name].model
         try:
             if teacher is not None:
                 # Without torch and transformers, the actor of any other scorer starts seconds sooner.
-                from actors.scorers.frozen_model import FrozenEngine
+                from actors.scorers.teacher_engine import TeacherEngine
 
-                self._engine = FrozenEngine(config, teacher)
+                self._engine = TeacherEngine(config, teacher)
             engine = None if self._engine is None else self._engine.logprobs
             files = Path(model_folder), load_tasks(Path(tasks_file))
             self._scorer = Scorer(name, config.scorers[name], tuple(config.roles), *files, engine)
@@ -94,8 +94,9 @@ def place_scorers(
     }
 
 
-async def all_up(actors: Iterable[Any], settings: Mapping[str, ScorerConfig | RoleConfig], who: str) -> None:
+async def all_up(actors: Iterable[Any], settings: Mapping[str, ScorerConfig]) -> None:
     """Wait until every actor is ready; raises the error of an actor that cannot start, which ends the run before its
     first step."""
     within = max((each.start_deadline for each in settings.values()), default=0.0)
-    await asyncio.gather(*(started(partial(call, actor.ready, who=who, within=within), within) for actor in actors))
+    ready = (partial(call, actor.ready, who="a scorer", within=within) for actor in actors)
+    await asyncio.gather(*(started(each, within) for each in ready))

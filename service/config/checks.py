@@ -182,17 +182,13 @@ def _roles(config: Config) -> Iterator[str]:
         elif name in ROLES:
             kinds = ", ".join(ROLES)
             yield f"roles.{name}: is the name of a kind of an agent's calls, as are {kinds}; give another name"
-        if role.mode != "frozen" and (role.url or role.model or role.key_file or role.gpus):
+        if role.mode != "frozen" and (role.url or role.model or role.key_file):
             yield (
-                f"roles.{name}: url, model, key_file and gpus are those of another model, but with mode={role.mode} "
+                f"roles.{name}: url, model and key_file are those of another model, but with mode={role.mode} "
                 "the policy plays the role, so that model would never be asked; use mode=frozen, or leave them out"
             )
-        if role.mode == "frozen" and role.model is None:
-            yield f"roles.{name}: is frozen, but nothing says who plays it; give model (a folder), or url and model"
-        elif role.mode == "frozen" and role.url is not None and role.gpus:
-            yield f"roles.{name}.gpus: are of an engine of this run, but url names another one; use 0"
-        elif role.is_served and role.key_file is not None:
-            yield f"roles.{name}.key_file: is for url, which is not set; leave it out"
+        if role.mode == "frozen" and (role.url is None or role.model is None):
+            yield f"roles.{name}: is frozen, but its model's address is missing; give url and model"
 
 
 def _command(config: Config) -> Iterator[str]:

@@ -15,8 +15,7 @@ from shutil import which
 from typing import Any, Literal, NamedTuple, get_args
 
 from service.config.gone import MOVED_MODULES
-from service.config.rollout import RoleConfig
-from service.config.section import HUB, MODEL_FOLDER, Named, Section
+from service.config.section import HUB, Named, Section
 from service.config.tree import Config
 from service.errors import UserError
 from service.files import is_written_through
@@ -95,10 +94,7 @@ def _with_paths(value: Any, change: Callable[[Path], Path]) -> Any:
         return {key: _with_paths(inner, change) for key, inner in value.items()}
     if not isinstance(value, Section):
         return value
-    parts = {name: _with_paths(inner, change) for name, inner in value}
-    if isinstance(value, RoleConfig) and value.is_served and value.model:
-        parts["model"] = str(change(Path(value.model)))
-    return value.model_copy(update=parts)
+    return value.model_copy(update={name: _with_paths(inner, change) for name, inner in value})
 
 
 def _refuse(problems: Iterable[_Problem]) -> None:
@@ -136,8 +132,6 @@ def paths(value: Any, setting: str = "", marks: Iterable[Any] = ()) -> Iterator[
         for key, inner in value.items():
             yield from paths(inner, f"{setting}.{key}", marks)
     elif isinstance(value, Section):
-        if isinstance(value, RoleConfig) and value.is_served and value.model:
-            yield f"{setting}.model", MODEL_FOLDER, Path(value.model)
         for name, field in type(value).model_fields.items():
             inner = [*field.metadata, *_marks(field.annotation)]
             yield from paths(getattr(value, name), f"{setting}.{name}".lstrip("."), inner)

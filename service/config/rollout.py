@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
+from pydantic import BeforeValidator, Field, JsonValue
 
 from service.config.command import CommandConfig
 from service.config.section import (
@@ -189,21 +188,11 @@ class RoleConfig(Section):
     """`trained`: the policy plays the role and is trained on it; `judge`: the policy plays the role, but is not trained
     on it; `frozen`: another model plays the role."""
     url: Annotated[str, Field(pattern=URL)] | None = None
-    """For a frozen role: address of an OpenAI-compatible endpoint, including `/v1`; None: an engine of this run serves
-    the role's model."""
-    model: Annotated[str, AfterValidator(os.path.expanduser)] | None = None
-    """For a frozen role: name of the model at `url`; without `url`, the model's Hugging Face folder."""
+    """For a frozen role: address of an OpenAI-compatible endpoint, including `/v1`."""
+    model: str | None = None
+    """For a frozen role: name of the model at `url`."""
     key_file: KeyFile | None = None
     """For a frozen role: file with the key that is sent to `url`; None: no key is sent."""
-    gpus: Annotated[float, Field(ge=0)] = 0.0
-    """For a frozen role without `url`: number of GPUs that Ray reserves for its engine."""
-    start_deadline: Seconds = 600.0
-    """For a frozen role without `url`: seconds in which its engine must start."""
-
-    @property
-    def is_served(self) -> bool:
-        """True if an engine of this run serves the model of a frozen role."""
-        return self.mode == "frozen" and self.url is None
 
 
 class EnginesRange(Section):

@@ -271,11 +271,6 @@ class Config(Section):
         return (*kinds, *(name for name, role in self.roles.items() if role.mode == "trained"))
 
     @property
-    def served_roles(self) -> dict[str, RoleConfig]:
-        """The frozen roles, by name, whose models are served by engines of this run."""
-        return {name: role for name, role in self.roles.items() if role.is_served}
-
-    @property
     def most_steps(self) -> int:
         """Maximum number of steps of a trajectory. A step is a turn in an environment, or a call of an agent."""
         return max(self.env.max_turns, self.endpoint.max_calls if self.endpoint is not None else 0)

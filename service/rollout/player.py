@@ -15,7 +15,7 @@ from service.observe.metrics import Metrics
 from service.observe.recorder import Trace
 from service.rollout.agent_loop import Played, run_trajectory
 from service.rollout.chat.chat import Chat, load_chat
-from service.rollout.chat.frozen import FrozenModels, Served
+from service.rollout.chat.frozen import FrozenModels
 from service.rollout.engine import Engine
 from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Task
@@ -61,16 +61,15 @@ class Player(Generic[A]):
         engine: Engine,
         agents: Callable[[Chat, Engine, AgentLimits], A | None] = lambda chat, engine, limits: None,
         commands: AgentMaker | None = None,
-        served: Served | None = None,
     ) -> None:
         """`agents`: makes the `AgentPlayer`, or returns None if agents cannot call the policy. `commands`: makes the
-        agents of `env.command`. `served`: queries this run's engines for frozen roles without an address."""
+        agents of `env.command`."""
         self._settings = settings
         self.timelines = Timelines(settings.generator.min_engines)
         self._engine: Engine = TimedEngine(engine, self.timelines)
         self.chat = load_chat(model_folder, settings.generator)
         self._limits = AgentLimits.of(settings, self.chat)
-        self._frozen = FrozenModels(settings.roles, served)
+        self._frozen = FrozenModels(settings.roles)
         self._environments = Environments(settings.env, commands)
         self.agents = agents(self.chat, self._engine, self._limits)
         self.failures: dict[str, str] = {}

@@ -1,6 +1,6 @@
 """Queries the models that play a run's frozen roles, with text.
 
-    conversation of the role -> POST {url}/chat/completions, or an engine of this run -> text
+    conversation of the role -> POST {url}/chat/completions -> text
 
 The turn of a frozen model is recorded as tokens of the policy's tokenizer, which carry no loss.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import aiohttp
@@ -32,24 +32,14 @@ ANSWER_BYTES = 4 << 20
 """Maximum bytes of a model's answer."""
 
 
-Served = Callable[[str, Sequence[Message], Sampling], Awaitable[str]]
-"""A function that generates the next message of a role with one of the run's engines. It raises `TrajectoryFailed`, or
-ConnectionError if a retry may succeed."""
-
-
 class FrozenModels:
     """Queries the models of frozen roles, over connections that all trajectories of a generator share."""
 
-    def __init__(self, roles: Mapping[str, RoleConfig], served: Served | None = None) -> None:
-        """`served`: queries this run's engines, for roles that have no address.
-
-        Raises:
-            UserError: a key file cannot be read, or contains no key.
-        """
+    def __init__(self, roles: Mapping[str, RoleConfig]) -> None:
+        """Raises `UserError` if a key file cannot be read, or contains no key."""
         self._roles = {name: role for name, role in roles.items() if role.mode == "frozen"}
         self._headers = {name: key_header(f"roles.{name}.key_file", of.key_file) for name, of in self._roles.items()}
         self._session: aiohttp.ClientSession | None = None
-        self._served = served
         self._counts = Counter[tuple[str, str]]()
         """Number of requests by role and outcome."""
         self._seconds = dict.fromkeys(self._roles, 0.0)
@@ -98,16 +88,12 @@ class FrozenModels:
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            late = f"roles.{role}: {asked.url or asked.model} gave no answer within {deadline:g} s, at last {last}"
+            late = f"roles.{role}: {asked.url} gave no answer within {deadline:g} s, at last {last}"
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
 
     async def _asked(self, role: str, messages: Sequence[Message], sampling: Sampling) -> str:
         """Send one request; raises `aiohttp.ClientError` or ConnectionError if it may be retried."""
         asked = self._roles[role]
-        if asked.is_served:
-            if self._served is None:
-                raise ValueError(f"roles.{role}: this process has no way to the engine")
-            return await self._served(role, messages, sampling)
         body = {
             "model": asked.model,
             "messages": list(messages),

@@ -149,8 +149,8 @@ def test_a_run_that_gets_no_mini_batch_ends_and_names_the_generators_that_did_no
     )
 
 
-def test_every_process_of_a_run_is_asked_whether_it_lives_scorers_and_frozen_roles_included(tmp_path: Path) -> None:
-    settings = ["scorers={judge: {use: 'math:sqrt', workers: 2}}", "roles={critic: {mode: frozen, model: critic}}"]
+def test_every_process_of_a_run_is_asked_whether_it_lives_scorers_included(tmp_path: Path) -> None:
+    settings = ["scorers={judge: {use: 'math:sqrt', workers: 2}}"]
     asked: set[str] = set()
 
     def asks(name: str, **methods: Any) -> SimpleNamespace:
@@ -161,7 +161,7 @@ def test_every_process_of_a_run_is_asked_whether_it_lives_scorers_and_frozen_rol
         return SimpleNamespace(life=Method(life), ready=Method(answering()), **methods)
 
     async def weights(*_: Any) -> None:
-        while len(asked) < 7:
+        while len(asked) < 6:
             await asyncio.sleep(0.01)
         raise RunFailed("all were asked")
 
@@ -174,7 +174,6 @@ def test_every_process_of_a_run_is_asked_whether_it_lives_scorers_and_frozen_rol
         buffer=asks("buffer", join=Method(answering(1))),
         trainer=trainer,
         scorers={name: asks(name) for name in ("scorer-judge-0", "scorer-judge-1")},
-        roles={"role-critic": asks("role-critic")},
     )
     fails(tmp_path, cluster, "all were asked", COLD, *settings)
 

@@ -49,11 +49,11 @@ def test_a_tilde_that_the_shell_left_is_the_home_folder(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.yaml").write_text(Path(QUICKSTART).read_text())
-    settings = ["run.dir=~/runs", "data.eval={one: ~/one.jsonl}", "roles.v={mode: frozen, model: ~/m}"]
+    settings = ["run.dir=~/runs", "data.eval={one: ~/one.jsonl}"]
     assert main(["config", "show", "--config=~/mine.yaml", "model.path=~/model", *settings]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
-    paths = [shown["run"]["dir"], shown["model"]["path"], shown["data"]["eval"]["one"], shown["roles"]["v"]["model"]]
-    assert paths == [str(tmp_path / name) for name in ("runs", "model", "one.jsonl", "m")]
+    paths = [shown["run"]["dir"], shown["model"]["path"], shown["data"]["eval"]["one"]]
+    assert paths == [str(tmp_path / name) for name in ("runs", "model", "one.jsonl")]
     assert split_overrides(["replay", "~/r", "--out=~/b"]) == (["replay", f"{tmp_path}/r", f"--out={tmp_path}/b"], [])
     assert split_overrides(["status", "~/runs/one"]) == (["status", f"{tmp_path}/runs/one"], [])
 
@@ -147,14 +147,11 @@ def test_what_is_here_and_broken_is_refused_by_the_validation_too(
         assert err.startswith(f"baton: override {setting}: {problem}") and err.count("\n") == 1
 
 
-def test_folders_of_teachers_and_frozen_roles_must_hold_models(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_folder_of_a_teacher_must_hold_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     teacher = [f"scorers.big={{kind: teacher, model: {tmp_path}}}", "algorithm.teacher={}"]
-    for words, path in ((teacher, "scorers.big"), ([f"roles.foe={{mode: frozen, model: {tmp_path}}}"], "roles.foe")):
-        assert main(["config", "validate", "--config", QUICKSTART, *words]) == 2
-        err = capsys.readouterr().err
-        assert f"{path}.model: the model folder {tmp_path} has no config.json; give a" in err and err.count("\n") == 1
+    assert main(["config", "validate", "--config", QUICKSTART, *teacher]) == 2
+    err = capsys.readouterr().err
+    assert f"scorers.big.model: the model folder {tmp_path} has no config.json; give a" in err and err.count("\n") == 1
 
 
 def test_validation_reads_the_dataset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

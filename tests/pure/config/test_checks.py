@@ -94,9 +94,7 @@ run.keep_best  run.keep_best=eval/other/avg_score & data.eval_every=4 & data.eva
 run.keep_best  run.keep_best=eval/made/avg_score & BESIDE & data.eval_every=4 & data.eval_make_rows=8
 roles.v  roles={v: {mode: frozen}}
 roles.v  roles={v: {mode: judge, model: m}}
-roles.v  roles={v: {gpus: 1}}
-roles.v.key_file  roles={v: {mode: frozen, model: m, key_file: k}}
-roles.v.gpus  roles={v: {mode: frozen, url: 'http://h/v1', model: m, gpus: 1}}
+roles.v  roles={v: {mode: frozen, model: m, key_file: k}}
 roles.v.url  roles={v: {mode: frozen, url: h, model: m}}
 algorithm.step_wise  roles={v: {}} & algorithm.step_wise=false & buffer.merge=off
 env.command  env.name=agent

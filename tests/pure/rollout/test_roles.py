@@ -13,26 +13,20 @@ import pytest
 from aiohttp import web
 
 from service.backoff import Backoff
-from service.config import Config
 from service.config.rollout import RoleConfig, ScorerConfig
 from service.errors import UserError
 from service.handoff.steps.reward import MAX_REWARD
 from service.handoff.steps.roles import roles_from
-from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import step_objects
-from service.observe.alert_thresholds import AlertThresholds
-from service.observe.metrics import Metrics
 from service.rollout.agent_loop import run_trajectory
 from service.rollout.chat import frozen
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.frozen import FrozenModels
-from service.rollout.engine import Sampling
 from service.rollout.env_guard import EnvGuard
-from service.rollout.environment import Message, StepResult, TrajectoryFailed
+from service.rollout.environment import Message, StepResult
 from service.rollout.step_sinks import StepColumns
 from service.scorers.address import Address
 from service.types import NO_VERSION, Step, TrajectoryEnd, TrajectoryId
-from tests.pure.metrics.test_metrics import value
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, limits, served, whole_prompts
 
 CHECK = [Message(role="user", content="is the answer 17 ?")]
@@ -49,7 +43,6 @@ async def played(
     models: Mapping[str, RoleConfig] | None = None,
     says: str = "answer 17",
     within: float = 60.0,
-    asked: FrozenModels | None = None,
 ) -> tuple[list[Step], TrajectoryEnd, str, ScriptedEngine]:
     """A trajectory with the role `verifier`: its steps, its end, why it is lost, and the engine that was asked."""
     roles = {"verifier": RoleConfig()} if models is None else models
@@ -58,7 +51,7 @@ async def played(
         StepColumns(),
         ScriptedEngine(chat, lambda words: says),
     )
-    environment, asked = ScriptedEnvironment(results), asked or FrozenModels(roles)
+    environment, asked = ScriptedEnvironment(results), FrozenModels(roles)
     guard = EnvGuard("scripted", lambda: environment, allowed)
     found = await run_trajectory(TrajectoryId(0, 0), QUESTION, guard, engine, chat, allowed, 0, columns, asked)
     await asked.close()
@@ -145,33 +138,6 @@ async def test_a_frozen_role_is_played_by_its_model_and_nothing_of_it_is_trained
         {"role": "assistant", "content": "owl"},
         {"role": "user", "content": "more ?"},
     ]
-
-
-async def test_a_frozen_role_with_a_folder_is_asked_at_an_engine_of_the_run(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(frozen, "BACKOFF", Backoff(0.01))
-    heard: list[tuple[str, Sequence[Message], float]] = []
-
-    async def engine(role: str, messages: Sequence[Message], sampling: Sampling) -> str:
-        heard.append((role, [*messages], sampling.temperature))
-        if len(heard) == 1:
-            raise ConnectionError("its process died")
-        if len(heard) == 3:
-            raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, "roles.verifier: too long")
-        return "owl"
-
-    models = {"verifier": RoleConfig(mode="frozen", model="/models/other")}
-    results = [turn("is it 17 ?", role="verifier"), turn("more ?", role="verifier")]
-    asked = FrozenModels(models, engine)
-    steps, end, failure, _ = await played(chat, results, models, asked=asked)
-    assert failure.endswith("roles.verifier: too long") and end.stop_reason == "environment_output"
-    assert chat.text(steps[1].response_ids) == "owl" and not steps[1].loss_mask.any()
-    assert heard[0] == heard[1] == ("verifier", [Message(role="user", content="is it 17 ?")], 1.0)
-    asked.measure(metrics := Metrics("generator", "generator-0", AlertThresholds.of(Config())))
-    of = {"step_role": "verifier", "role": "generator", "ident": "generator-0"}
-    for outcome in ("answered", "failed"):
-        assert value(metrics.snapshot(), "baton_frozen_role_turns_total", outcome=outcome, **of) == 1
 
 
 @pytest.mark.parametrize("answer", [(400, {"error": "no"}), (200, {"choices": []}), said(None)])
