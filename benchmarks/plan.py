@@ -11,6 +11,7 @@ quiet machine.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -33,7 +35,7 @@ from service.plan.settings import PlanSettings
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, read_lines
 from service.run.lengths import lengths_of_run
-from service.run.timeline import RunTimeline, read_timeline
+from service.run.timeline import timeline_events
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ("quickstart", "gsm8k_tiny", "text_to_sql_tiny", "search_r1_tiny")
@@ -94,26 +96,21 @@ def seconds_and_waits(folder: Path) -> tuple[float, float, float]:
     lines = lines[len(lines) // 2 :]
     seconds = statistics.fmean(line["timing/step"] for line in lines)
     waited = statistics.fmean(line["timing/wait_for_generation_buffer"] for line in lines) / seconds
-    return seconds, waited, _engines_idle(read_timeline(folder), sum(line["timing/step"] for line in lines))
+    return seconds, waited, _engines_idle(timeline_events(folder), sum(line["timing/step"] for line in lines))
 
 
-def _engines_idle(timeline: RunTimeline, last: float) -> float:
+def _engines_idle(events: Iterator[bytes], last: float) -> float:
     """Fraction of the engines' time without a group, in the `last` seconds before the trainer's last step ended."""
-    until = max(
-        span.ended
-        for (_, row), spans in timeline.rows.items()
-        if row == "trainer"
-        for span in spans
-        if span.name == "step"
-    )
-    engines = [spans for (_, row), spans in timeline.rows.items() if row == "engine"]
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for event in map(json.loads, events):
+        rows.setdefault(event.get("cat", ""), []).append(event)
+    until = max(span["ts"] + span["dur"] for span in rows["trainer"] if span["name"] == "step") / 1e6
     idle = sum(
-        max(0.0, min(span.ended, until) - max(span.began, until - last))
-        for spans in engines
-        for span in spans
-        if span.name == WAITING
+        max(0.0, min((span["ts"] + span["dur"]) / 1e6, until) - max(span["ts"] / 1e6, until - last))
+        for span in rows["engine"]
+        if span["name"] == WAITING
     )
-    return idle / (len(engines) * last)
+    return idle / (len({span["pid"] for span in rows["engine"]}) * last)
 
 
 def recipes(names: tuple[str, ...], steps: int, parent: Path) -> Iterator[str]:

@@ -369,7 +369,6 @@ class Generator(ImageHolder, Supervised):
         if self._main is not None:
             self._main.cancel()
             await asyncio.wait([self._main])
-        self._player.timelines.finish()
         self._reporter.stop()
         await self._player.close()
         await asyncio.to_thread(self._engine.stop)

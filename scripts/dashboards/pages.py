@@ -301,7 +301,7 @@ GENERATORS = dashboard(
     ),
     graph(
         "Where trajectories spend their time",
-        "Trajectories at work on each part, on average; `baton trajectories slow` names the slowest ones.",
+        "Trajectories at work on each part, on average.",
         Query(rate("baton_trajectory_seconds_sum", "env, part"), "{{env}} {{part}}"),
         stacked=True,
     ),

@@ -1,11 +1,12 @@
-"""Records the timeline of one process: spans on rows, counters, trajectories; and the time in each state.
+"""Records the timeline of one process as Chrome trace events: spans on rows, counters; and the time in each state.
 
     states = States(trace, "engine", "starting")
     states.enter("generating")                    # the span of `starting` is recorded
     states.seconds()                              # {"starting": 31.2, "generating": 0.1}
-    trace.take()                                  # the lines since the last call, as JSON
+    trace.take()                                  # the events since the last call, one JSON object per line
 
-Times are seconds of the process's monotonic clock.
+Callers give times in seconds of the process's monotonic clock; events have Unix time in microseconds. Format: the Trace
+Event Format of Chromium.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from threading import Lock
 from typing import Any
+from zlib import crc32
 
 import msgspec
 
@@ -27,43 +29,65 @@ SHORTEST_SECONDS = 0.001
 LONG_SECONDS = 5.0
 """A state that lasts longer than this is recorded as several spans of about this length. So a killed process loses only
 the last span."""
-
-SPAN, COUNTER, TRAJECTORY, TOTALS = "span", "counter", "trajectory", "totals"
-"""The kinds of lines; `docs/formats.md` describes each kind."""
+ORDER = ("driver", "trainer", "generator", "buffer")
+"""Roles of processes, in the order from top to bottom of the timeline."""
 
 
 class Trace:
     """Records the timeline of one process. It keeps a bounded number of events; several threads may use it."""
 
     def __init__(self, source: str = "") -> None:
-        self._events: deque[tuple[Any, ...]] = deque()
+        """`source`: the process as `role/ident`; all events of a source, also of a restarted process, are shown
+        together."""
+        self._events: deque[dict[str, Any]] = deque()
         self._dropped = 0
-        self._header: dict[str, Any] = {"from": source, "host": socket.gethostname(), "pid": os.getpid()}
-        self._header["wall"] = time.time() - time.monotonic()
+        self._rows: dict[str, int] = {}
+        """Number of each row."""
+        self._wall = time.time() - time.monotonic()
+        self._pid = crc32(source.encode()) >> 1
+        role, _, ident = source.partition("/")
+        place = ORDER.index(role) if role in ORDER else len(ORDER)
+        self._about = {
+            "process_name": {"name": f"{ident} on {socket.gethostname()}, process {os.getpid()}"},
+            "process_sort_index": {"sort_index": place},
+        }
 
     def span(self, row: str, name: str, began: float, ended: float, **detail: Any) -> None:
-        """Record an operation with its start and end; spans of one row must not overlap."""
-        self.add(SPAN, row, name, round(began, 6), round(ended, 6), detail)
+        """Record an operation with its start and end; a span overlaps no other of its row, or holds it whole."""
+        times = {"ts": self._microseconds(began), "dur": round((ended - began) * 1e6)}
+        tid = self._rows.setdefault(row, len(self._rows) + 1)
+        self._add({"ph": "X", "name": name, "cat": row, **times, "tid": tid, "args": detail})
 
     def counter(self, name: str, values: Mapping[str, float]) -> None:
         """Record the current values of the counters that the chart `name` shows."""
-        self.add(COUNTER, name, round(time.monotonic(), 6), dict(values))
+        self._add({"ph": "C", "name": name, "ts": self._microseconds(time.monotonic()), "args": dict(values)})
 
-    def add(self, *event: Any) -> None:
-        """Record one line of the trace; if `MAX_EVENTS` lines are waiting for `take`, only count the line as
-        dropped."""
+    def take(self) -> bytes:
+        """The events since the last call, one per line, after lines that name the process and its rows; empty if there
+        are none."""
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        if not events:
+            return b""
+        lines = (msgspec.json.encode({**event, "pid": self._pid}) for event in (*self._names(), *events))
+        return b"".join(line + b"\n" for line in lines)
+
+    def _names(self) -> Iterator[dict[str, Any]]:
+        for name, args in self._about.items():
+            yield {"ph": "M", "name": name, "args": args}
+        if self._dropped:
+            labels = f"{self._dropped} events were not recorded"
+            yield {"ph": "M", "name": "process_labels", "args": {"labels": labels}}
+        for row, tid in self._rows.items():
+            yield {"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": row}}
+
+    def _add(self, event: dict[str, Any]) -> None:
         if len(self._events) < MAX_EVENTS:
             self._events.append(event)
         else:
             self._dropped += 1
 
-    def take(self) -> bytes:
-        """The lines since the last call, after a line that names the process; empty if there are none."""
-        lines = [self._events.popleft() for _ in range(len(self._events))]
-        if not lines:
-            return b""
-        header = {**self._header, "dropped": self._dropped, "cpu": round(time.process_time(), 3)}
-        return b"".join(msgspec.json.encode(line) + b"\n" for line in (header, *lines))
+    def _microseconds(self, at: float) -> int:
+        return round((at + self._wall) * 1e6)
 
 
 class States:

@@ -129,7 +129,7 @@ class AgentSession(Protocol):
         """End the trajectory with its reward. A trajectory that failed and has no reward is retried.
 
         `reward`: the reward of the role `main`. `rewards`: rewards of single calls, by the id of the reply, and of
-        configured roles, by name. `transcript`: the run's output, kept for `baton trajectories show`. `reason`: the
+        configured roles, by name. `transcript`: the run's output, kept with the trajectory. `reason`: the
         reason why the run failed. `exit_code`: the exit code of the agent's process; `agents.exit_code_reward` may map
         it to a reward.
         """

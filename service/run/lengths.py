@@ -8,12 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from service.errors import UserError
-from service.run.folder import METRICS, TIMELINE, read_lines, run_folder
-from service.run.timeline import SLOW, read_timeline
+from service.run.folder import METRICS, read_lines, run_folder
 from service.run.trajectories import find_recorded_run, load_records
-
-OUTSIDE = ("environment", "other")
-"""Parts of a trajectory's time in which no engine works for the trajectory."""
 
 
 def lengths_of_run(run: str) -> dict[str, tuple[float, str]]:
@@ -51,35 +47,12 @@ def lengths_of_run(run: str) -> dict[str, tuple[float, str]]:
     }
     prompts, lengths = _recorded(folder)
     kept = f"trajectories.jsonl of {folder.name}, {len(lengths)} kept trajectories"
-    if (outside := _outside(folder)) is not None:
-        seconds, count = outside
-        where = f"{TIMELINE} of {folder.name}, outside of the engines in each turn of {count} trajectories"
-        found["environment_seconds"] = (seconds / turns, where)
     if lengths:
         logs = [math.log(length) for length in lengths]
         found["prompt_tokens"] = (statistics.fmean(prompts), kept)
         if len(logs) > 1:
             found["sigma"] = (statistics.stdev(logs), kept)
     return found
-
-
-def _outside(folder: Path) -> tuple[float, int] | None:
-    """Mean seconds of a trajectory outside of the engines, over the second half of a run, and the number of
-    trajectories.
-
-    None if the timeline has no trajectories.
-
-    Raises:
-        UserError: the timeline is damaged.
-    """
-    if not any((folder / TIMELINE).glob("*.jsonl")):
-        return None
-    found = [one for one in read_timeline(folder).trajectories if one.why != SLOW]
-    if not found:
-        return None
-    middle = (found[0].span.began + found[-1].span.began) / 2
-    late = [sum(one.parts.get(part, 0.0) for part in OUTSIDE) for one in found if one.span.began >= middle]
-    return statistics.fmean(late), len(late)
 
 
 def _recorded(folder: Path) -> tuple[Sequence[int], Sequence[int]]:

@@ -1,23 +1,14 @@
 """Records trajectories for people to read: `trajectories.jsonl` contains a small sample of every mini-batch.
 
-    {"id": "group=812/sample=3/attempt=0", "prompt_uid": "7", "optimizer_step": 37, "trained_at": "1.36",
+    {"id": "group=812/sample=3/attempt=0", "prompt_uid": "7", "optimizer_step": 37, "trained_at": "1:36",
      "reward": 1.0, "return": 1.0, "advantage": 0.93, "stop_reason": "stop", "fate": "trained", "loss_tokens": 11,
      "sampled_tokens": 11, "rows": 1,
      "steps": [{"index": 0, "prompt_ids": [..], "response_ids": [..], "logprobs": [..], "loss_mask": [1, 1, 0],
-                "versions": [[2, "1.35"], [1, null]], "reward": 0.0, "stop_reason": "stop", "row": 0,
-                "parent": null, "role": "main", "trains": true}, ..],
+                "versions": [[2, "1:35"], [1, null]], "reward": 0.0, "stop_reason": "stop", "row": 0,
+                "parent": null, "begins_as": null, "role": "main", "trains": true}, ..],
      "transcript": "", "scores": {"judge": {"reward": 0.7, "info": "brief", "fallback": ""}}}
 
-If a step extends the previous step, its `prompt_ids` are only the new tokens. `versions` are pairs: a number of tokens,
-and the policy version that sampled them. `row` is the training row of the step; steps of one row were merged. `parent`
-is the earlier step that a step continues. `begins_as` (step, tokens): the step begins with this many tokens of another
-step that it does not continue, and its `prompt_ids` omit these tokens. `role` is the role of an agent's call,
-`transcript` the output of an agent's run, `scores` the reward and the text of each scorer, or why the group continued
-without them (`fallback`). With credit by turn or `roles`, each step has its own `advantage`, and the `advantage` of the
-trajectory is their mean. A trajectory that was not trained has the `fate` of its group (`filtered`, `refused`,
-`expired`), the `reason`, and no advantage. Its `optimizer_step` is the last step before its end, and its `stop_reason`
-is `unfinished` if it was not complete. An attempt that failed has the `fate` `failed`, and its transcript begins with
-the reason.
+`docs/formats.md` says what each field means.
 """
 
 from __future__ import annotations
@@ -58,7 +49,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class StepShape(TypedDict):
-    """The fields that a step in a record must have so that it can be shown."""
+    """The fields of a step in a record that are needed to show it."""
 
     index: Count
     prompt_ids: list[TokenId]
@@ -69,15 +60,15 @@ class StepShape(TypedDict):
     reward: float | list[float]
     stop_reason: str | None
     row: Count | None
-    parent: NotRequired[Count | None]
-    begins_as: NotRequired[tuple[Count, Count] | None]
-    role: NotRequired[str]
-    trains: NotRequired[bool]
+    parent: Count | None
+    begins_as: tuple[Count, Count] | None
+    role: str
+    trains: bool
     advantage: NotRequired[float]
 
 
 class ScoreShape(TypedDict):
-    """The fields that a scorer's answer in a record must have so that it can be shown."""
+    """A scorer's answer in a record."""
 
     reward: float | None
     info: str
@@ -98,12 +89,12 @@ RecordShape = TypedDict(
         "loss_tokens": Count,
         "sampled_tokens": Count,
         "rows": Count,
-        "transcript": NotRequired[str],
-        "scores": NotRequired[dict[str, ScoreShape]],
+        "transcript": str,
+        "scores": dict[str, ScoreShape],
         "steps": list[StepShape],
     },
 )
-"""The fields that a record in a file must have so that it can be shown."""
+"""The fields of a record that are needed to show it."""
 _DECODER = msgspec.json.Decoder(RecordShape)
 
 
@@ -132,51 +123,45 @@ def trajectory_records(
     count = min(settings.per_step, len(batch.return_G))
     chosen = sorted(np.random.default_rng(batch.lease).choice(len(batch.return_G), count, replace=False).tolist())
     first_of_group = np.searchsorted(batch.prompt_of_trajectory_G, np.arange(len(groups)))
-    first_turn_G = offsets_of(np.concatenate([_turns(group) for group in groups]))
     records = []
     for g in chosen:
-        p = int(batch.prompt_of_trajectory_G[g])
-        steps, ends, place = groups[p].steps, groups[p].ends, g - int(first_of_group[p])
-        (end,) = end_objects(select(ends, np.argsort(ends.sample_E)[place : place + 1]))
-        own = np.flatnonzero(steps.sample_K == end.trajectory.sample)
-        own_steps = step_objects(select(steps, own[np.argsort(steps.index_K[own])]))
-        record = _record(end.trajectory, end.prompt_uid, own_steps, end, at, settings)
-        if batch.turn_advantage_X is not None:
+        group, place = groups[(p := int(batch.prompt_of_trajectory_G[g]))], g - int(first_of_group[p])
+        (end,) = end_objects(select(group.ends, np.argsort(group.ends.sample_E)[place : place + 1]))
+        steps = step_objects(select(group.steps, _steps_by_sample(group)[place]))
+        facts = {
+            "fate": "trained",
+            "optimizer_step": at.step + 1,
+            "reward": end.reward,
+            "return": float(batch.return_G[g]),
+            "advantage": float(batch.advantage_G[g]),
+            "stop_reason": end.stop_reason,
+            "loss_tokens": int(batch.loss_tokens_G[g]),
+            "scores": {
+                score.scorer: {
+                    "reward": score.rewards[place] if score.rewards else None,
+                    "info": score.info[place] if score.info else "",
+                    "fallback": score.fallback,
+                }
+                for score in group.scores
+            },
+        }
+        record = _record(end.trajectory, end.prompt_uid, steps, end, at, settings) | facts
+        records.append(record)
+    if batch.turn_advantage_X is not None:
+        turns_G = [len(own) for group in groups for own in _steps_by_sample(group)]
+        first_turn_G = offsets_of(np.array(turns_G))
+        for g, record in zip(chosen, records, strict=True):
             of_turns = batch.turn_advantage_X[first_turn_G[g] : first_turn_G[g + 1]].tolist()
             for step, advantage in zip(record["steps"], of_turns, strict=True):
                 step["advantage"] = advantage
-        records.append(
-            {
-                **record,
-                "fate": "trained",
-                "optimizer_step": at.step + 1,
-                "reward": end.reward,
-                "return": float(batch.return_G[g]),
-                "advantage": float(batch.advantage_G[g]),
-                "stop_reason": end.stop_reason,
-                "loss_tokens": int(batch.loss_tokens_G[g]),
-                "scores": _scores(groups[p], place),
-            }
-        )
     return records
 
 
-def _turns(group: CompleteGroup) -> Int64s:
-    """[G] the number of turns of each trajectory of a group, by sample."""
-    sample_G = np.sort(group.ends.sample_E)
-    return np.bincount(np.searchsorted(sample_G, group.steps.sample_K), minlength=len(sample_G))
-
-
-def _scores(group: CompleteGroup, place: int) -> Record:
-    """The answers of scorers about the trajectory at position `place` of a group, by scorer."""
-    return {
-        score.scorer: {
-            "reward": score.rewards[place] if score.rewards else None,
-            "info": score.info[place] if score.info else "",
-            "fallback": score.fallback,
-        }
-        for score in group.scores
-    }
+def _steps_by_sample(group: CompleteGroup) -> list[Int64s]:
+    """[G][K] the rows of each trajectory's steps in the table of a group, by sample, in order of their index."""
+    steps = group.steps
+    by_index = np.argsort(steps.index_K)
+    return [by_index[steps.sample_K[by_index] == sample] for sample in np.sort(group.ends.sample_E)]
 
 
 def describe_ends(records: Sequence[Mapping[str, Any]]) -> str:
@@ -243,6 +228,7 @@ def _untrained(fate: str, reason: str, end: TrajectoryEnd | None, at: PolicyVers
         "advantage": None,
         "stop_reason": "unfinished" if end is None else end.stop_reason,
         "loss_tokens": 0,
+        "scores": {},
     }
 
 
@@ -265,7 +251,6 @@ def _record(
     """The fields of a record that do not depend on the fate of its trajectory."""
     roles = roles_from(end.roles if end is not None else b"", len(steps), settings.roles)
     given = end.rewards[: len(steps)] if end is not None and end.rewards else (0.0,) * len(steps)
-    parents = _parents(steps)
     rows = merge_steps(steps, settings.merge_mode)
     row_of_step = {index: r for r, row in enumerate(rows) for index in range(row.first_step, row.last_step + 1)}
     return {
@@ -275,10 +260,9 @@ def _record(
         "sampled_tokens": sum(int(np.count_nonzero(step.loss_mask)) for step in steps),
         "rows": len(rows),
         "steps": [
-            {**_step_record(step, row_of_step.get(step.index), later), "parent": parent}
-            | {"begins_as": step.extends[:2] if step.extends is not None and parent is None else None}
-            | {"role": role, "trains": role in settings.trained_roles}
-            for step, parent, role, later in zip(steps, parents, roles, given, strict=True)
+            {**_step_record(step, parent, later), "row": row_of_step.get(step.index), "role": role}
+            | {"trains": role in settings.trained_roles}
+            for step, parent, role, later in zip(steps, _parents(steps), roles, given, strict=True)
         ],
         "transcript": (end.transcript if end is not None else b"").decode(errors="replace"),
     }
@@ -294,8 +278,9 @@ def _parents(steps: Sequence[Step]) -> Iterator[int | None]:
         yield extends.step if lengths.get(extends.step) == extends.length else None
 
 
-def _step_record(step: Step, row: int | None, later: float) -> Record:
-    """The record of a step; `later`: the reward that was added to the step's own reward after it was sent."""
+def _step_record(step: Step, parent: int | None, later: float) -> Record:
+    """The record of a step, except row and role; `later`: the reward that was added to the step's own reward after it
+    was sent."""
     rewards = np.atleast_1d(np.array(step.reward, np.float64))
     rewards[-1:] += later
     logprobs = None
@@ -312,7 +297,8 @@ def _step_record(step: Step, row: int | None, later: float) -> Record:
         "temperature": step.temperature,
         "reward": rewards.tolist() if isinstance(step.reward, np.ndarray) else float(rewards[0]),
         "stop_reason": step.stop_reason,
-        "row": row,
+        "parent": parent,
+        "begins_as": step.extends[:2] if step.extends is not None and parent is None else None,
     }
 
 
@@ -363,28 +349,10 @@ def load_records(folder: Path) -> list[Record]:
 def _checked(record: RecordShape) -> Record:
     """Check a record; ValueError if a step lacks data about its tokens, or continues a step that is not before it."""
     for place, step in enumerate(record["steps"]):
-        if step["index"] != place or not ((parent := step.get("parent")) is None or parent < place):
+        if step["index"] != place or not ((parent := step["parent"]) is None or parent < place):
             raise ValueError(f"step {step['index']} is not the step {place}, or continues a later one")
         tokens = len(step["response_ids"])
         facts = [len(step["loss_mask"]), sum(count for count, _ in step["versions"])]
         if facts != [tokens, tokens] or len(step["logprobs"] or step["response_ids"]) != tokens:
             raise ValueError(f"step {step['index']} has {tokens} tokens, but not as many facts about them")
     return dict(record)
-
-
-def find_record(records: Sequence[Record], wanted: str | None) -> Record:
-    """The record whose id is `wanted` or begins with it: `812` gives the first kept sample of group 812.
-
-    Without an id: the newest record of a trained trajectory; if no trajectory was trained, the newest record.
-
-    Raises:
-        UserError: no record has that id.
-    """
-    if wanted is None:
-        return next((record for record in reversed(records) if record["fate"] == "trained"), records[-1])
-    start = wanted if wanted.startswith("group=") else f"group={wanted}"
-    for record in records:
-        if record["id"] == start or record["id"].startswith(f"{start}/"):
-            return record
-    shown = ", ".join(record["id"] for record in records[:3])
-    raise UserError(f"{wanted}: not among the {len(records)} kept trajectories (such as {shown})")

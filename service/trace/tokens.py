@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from service.errors import printable
@@ -13,12 +12,9 @@ Words = Callable[[Sequence[int]], list[str]]
 """A function from token ids to the text that each token adds to the tokens before it."""
 
 PREVIEW_TOKENS = 60
-DEEPEST = 8
-"""Number of branch levels with an indentation of their own; deeper levels share the last indentation."""
 CONTEXT_TOKENS = 4
 """Number of preceding tokens that may affect a token's text."""
 
-TRANSCRIPT = "transcript"
 PROMPT, LOSS, STALE, MASKED, ASIDE, UNUSED = "prompt", "loss", "stale", "masked", "aside", "unused"
 
 LEGEND = {
@@ -32,7 +28,7 @@ LEGEND = {
 
 
 class Token(NamedTuple):
-    """One token of a trajectory; `kind` names the trainer's treatment of the token, empty for text that is no token."""
+    """One token of a trajectory; `kind` names the trainer's treatment of the token."""
 
     text: str
     kind: str
@@ -66,25 +62,10 @@ def tokens_of(step: Record, record: Record, max_staleness: int, words: Words) ->
         yield Token(text, _kind(mask, version, step, record, max_staleness), logprob, version)
 
 
-def sections(record: Record, max_staleness: int, words: Words) -> Iterator[tuple[str, Iterable[Token]]]:
-    """The titled sections in which a trajectory is shown: its branches, its steps, and the transcript of an agent's
-    run."""
-    if tree := branches(record):
-        yield "branches", [_plain("\n".join(tree))]
-    for step in record["steps"]:
-        yield f"step {step['index']}: {step_line(step)}", tokens_of(step, record, max_staleness, words)
-    if transcript := record.get("transcript"):
-        yield TRANSCRIPT, [_plain(transcript)]
-
-
-def _plain(text: str) -> Token:
-    return Token(printable(text), "", None, None)
-
-
 def _kind(mask: int, version: str | None, step: Record, record: Record, max_staleness: int) -> str:
     if not mask or version is None:
         return MASKED
-    if not step.get("trains", True):
+    if not step["trains"]:
         return ASIDE
     if record["fate"] != "trained":
         return UNUSED
@@ -145,59 +126,28 @@ def number(value: float | None, form: str) -> str:
     return "none" if value is None else format(value, form)
 
 
-def branches(record: Record) -> list[str]:
-    """The steps as a tree, with one line for each chain of steps: roles and step numbers. Empty if all steps form a
-    single chain of the role `main`.
-
-    Also empty for a record that an older version of Baton wrote: such a record does not say which step each step
-    continues.
-
-        aux 0
-        main 1, 3, 4; undelivered 5
-          after 1: retry 2
-    """
-    steps = record["steps"]
-    if any("parent" not in step for step in steps):
-        return []
-    after: dict[int | None, list[int]] = {}
-    longest = [1] * len(steps)
-    """Number of steps of the longest chain that begins with each step."""
-    for k in reversed(range(len(steps))):
-        parent = steps[k].get("parent")
-        after.setdefault(parent, []).insert(0, k)
-        if parent is not None:
-            longest[parent] = max(longest[parent], 1 + longest[k])
-    lines, waiting = list[str](), [(0, root) for root in reversed(after.get(None, []))]
-    while waiting:
-        depth, first = waiting.pop()
-        chain, beside = [first], list[tuple[int, int]]()
-        while following := after.get(chain[-1]):
-            chain.append(max(following, key=longest.__getitem__))
-            beside += [(depth + 1, k) for k in following if k != chain[-1]]
-        waiting += reversed(beside)
-        runs = groupby(chain, key=lambda k: steps[k].get("role", "main"))
-        said = "; ".join(f"{role} {', '.join(map(str, same))}" for role, same in runs)
-        place = f"after {steps[first]['parent']}: " if depth else ""
-        lines.append("  " * min(depth, DEEPEST) + place + said)
-    return lines if len(lines) > 1 or any(step.get("role", "main") != "main" for step in steps) else []
-
-
 def step_line(step: Record) -> str:
-    """A step in one line: role, row, weights, reward, advantage if the step has its own, and stop reason."""
+    """A step in one line: role, the step that it continues unless that is the step before, row, weights, reward,
+    advantage if the step has its own, and stop reason."""
     reward = step["reward"] if isinstance(step["reward"], int | float) else sum(step["reward"])
     versions = ", ".join(dict.fromkeys(weights(version) for _, version in step["versions"] if version)) or "not sampled"
-    role = "" if (of := step.get("role", "main")) == "main" else f"{of}, "
+    role = "" if step["role"] == "main" else f"{step['role']}, "
     own = f", advantage {step['advantage']:+.3f}" if "advantage" in step else ""
+    place = ""
+    if step["index"] and step["parent"] is None:
+        place = "begins anew, "
+    elif step["index"] and step["parent"] != step["index"] - 1:
+        place = f"continues step {step['parent']}, "
     begins = ""
-    if shared := step.get("begins_as"):
+    if shared := step["begins_as"]:
         begins = f", begins with the first {_counted(shared[1], 'token')} of step {shared[0]}"
-    return f"{role}row {step['row']}, {versions}, reward {reward:g}{own}, {step['stop_reason']}{begins}"
+    return f"{role}{place}row {step['row']}, {versions}, reward {reward:g}{own}, {step['stop_reason']}{begins}"
 
 
 def scored(record: Record) -> list[str]:
     """The answer of each scorer, one per line: `judge: reward 0.7, brief`; a teacher gives no reward."""
     lines = []
-    for name, score in record.get("scores", {}).items():
+    for name, score in record["scores"].items():
         if score["fallback"]:
             lines.append(f"{name}: no good answer ({score['fallback']})")
         elif score["reward"] is not None:

@@ -1,4 +1,4 @@
-"""`baton trajectories`: shows the trajectories that the policy played in a run, and where they spent their time."""
+"""`baton trajectories`: lists the trajectories that a run kept, and writes them as an HTML page."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from service.errors import UserError
+from service.errors import UserError, in_one_line
 from service.run.arguments import NEWEST_HELP, count
-from service.trace.trace_command import recorded
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from service.run.trajectories import Record
 
 ABOUT = "Show the trajectories that a run kept; run.trajectories_per_step says how many of each mini-batch."
 
 EXAMPLES = """\
 examples:
   baton trajectories list                                # of the newest run
-  baton trajectories list runs/mine --failed             # attempts that failed; show ID says why
-  baton trajectories show runs/quickstart                # the newest trained one; or give an id
-  baton trajectories slow runs/quickstart                # queue, prefill, decode, tools: where the time goes
-  baton trajectories export-html runs/quickstart --last 20
+  baton trajectories list runs/mine --failed             # attempts that failed
+  baton trajectories export-html runs/quickstart --last 20   # what each token was, and what became of it
 """
 PIPED_WIDTH = 200
 """Width of a table that is not written to a terminal, in columns."""
@@ -29,70 +32,45 @@ PIPED_WIDTH = 200
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands of `baton trajectories`."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    added = {}
     for name, run, summary in (
         ("list", list_all, "print a line for each kept trajectory"),
-        ("show", show, "print a trajectory; tokens with loss are coloured"),
-        ("export-html", export, "write trajectories as an HTML page"),
-        ("slow", slow, "where the time of trajectories goes, and the slowest ones"),
+        ("export-html", export, "write trajectories as an HTML page, with the treatment of each token"),
     ):
-        added[name] = actions.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        added[name].set_defaults(command=run)
-        added[name].add_argument("run", metavar="RUN", nargs="?", help=NEWEST_HELP)
-    named = "such as group=812/sample=3/attempt=0, or 812 (default: the newest trained trajectory)"
-    added["show"].add_argument("id", metavar="ID", nargs="?", help=named)
-    text = "the calls of this one, of those that the timeline keeps"
-    added["slow"].add_argument("id", metavar="ID", nargs="?", help=text)
-    text = "default: trajectories.html in the run folder"
-    added["export-html"].add_argument("--output", type=Path, metavar="FILE", help=text)
-    added["slow"].add_argument("--last", type=count, default=10, metavar="N", help="the N slowest (default 10)")
-    for name in ("list", "export-html"):
-        text = "the last N kept ones (default 50)"
-        added[name].add_argument("--last", type=count, default=50, metavar="N", help=text)
-    text = "only attempts that failed; `show` says why"
-    added["list"].add_argument("--failed", action="store_true", help=text)
+        added = actions.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        added.set_defaults(command=run)
+        added.add_argument("run", metavar="RUN", nargs="?", help=NEWEST_HELP)
+        added.add_argument("--last", type=count, default=50, metavar="N", help="the last N kept ones (default 50)")
+        added.add_argument("--failed", action="store_true", help="only attempts that failed")
+    added.add_argument("--output", type=Path, metavar="FILE", help="default: trajectories.html in the run folder")
 
 
 def list_all(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print a line for each recorded trajectory."""
     from rich.console import Console
 
-    from service.run.trajectories import FAILED, find_recorded_run, load_records
-    from service.trace.terminal import print_list
-
-    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    records = load_records(find_recorded_run(arguments.run))
-    if arguments.failed:
-        records = [record for record in records if record["fate"] == FAILED]
-    print_list(console, records[-arguments.last :], len(records))
-    return 0
-
-
-def show(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Print one trajectory."""
-    from rich.console import Console
-
-    from service.run.trajectories import find_record, find_recorded_run, load_records
-    from service.trace.terminal import print_record
-
-    folder = find_recorded_run(arguments.run)
-    record = find_record(load_records(folder), arguments.id)
-    print_record(Console(), record, *_how_to_show(folder))
+    _, kept = _kept(arguments)
+    print_list(Console(width=None if sys.stdout.isatty() else PIPED_WIDTH), kept[-arguments.last :], len(kept))
     return 0
 
 
 def export(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write trajectories as an HTML page."""
-    from service.run.trajectories import find_recorded_run, load_records
     from service.trace.trajectories_page import html_page
 
-    folder = find_recorded_run(arguments.run)
-    records = load_records(folder)
-    kept, records = len(records), records[-arguments.last :]
+    folder, kept = _kept(arguments)
+    records = kept[-arguments.last :]
     output = arguments.output or folder / "trajectories.html"
-    output.write_text(html_page(f"Trajectories of {folder.name}", records, kept, *_how_to_show(folder)), "utf-8")
-    print(f"{len(records)} of {kept} kept trajectories written to {output}")
+    output.write_text(html_page(f"Trajectories of {folder.name}", records, len(kept), *_how_to_show(folder)), "utf-8")
+    print(f"{len(records)} of {len(kept)} kept trajectories written to {output}")
     return 0
+
+
+def _kept(arguments: argparse.Namespace) -> tuple[Path, list[Record]]:
+    """The folder of the run, and the records that the arguments name."""
+    from service.run.trajectories import FAILED, find_recorded_run, load_records
+
+    folder = find_recorded_run(arguments.run)
+    return folder, [each for each in load_records(folder) if each["fate"] == FAILED or not arguments.failed]
 
 
 def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]]]:
@@ -112,16 +90,24 @@ def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]
     )
 
 
-def slow(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Print where trajectories spent their time."""
-    from rich.console import Console
+def print_list(console: Console, records: Sequence[Record], kept: int) -> None:
+    """Print a table with one line per trajectory; if it does not show all `kept` trajectories, a note below says so."""
+    from rich.table import Table
+    from rich.text import Text
 
-    from service.trace.slow import print_calls, print_slow
+    from service.trace.tokens import fate_of, number
 
-    _, timeline = recorded(arguments.run)
-    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    if arguments.id is None:
-        print_slow(console, timeline, arguments.last)
-    else:
-        print_calls(console, timeline, arguments.id)
-    return 0
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("id", no_wrap=True)
+    table.add_column("fate", overflow="fold")
+    for name in ("step", "return", "turns", "loss tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("ended by", overflow="fold")
+    for record in records:
+        tokens = f"{record['loss_tokens']}/{record['sampled_tokens']}"
+        numbers = str(record["optimizer_step"]), number(record["return"], ".2f"), str(len(record["steps"])), tokens
+        cells = record["id"], fate_of(record), *numbers, record["stop_reason"]
+        table.add_row(*(Text(in_one_line(cell)) for cell in cells))
+    console.print(table)
+    if len(records) < kept:
+        console.print(Text(f"the newest {len(records)} of {kept} kept trajectories (--last N)", style="dim"))

@@ -4,7 +4,7 @@ trajectory's tokens."""
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -15,7 +15,6 @@ from service.run.trajectories import Record
 from service.trace.tokens import (
     LEGEND,
     MASKED,
-    TRANSCRIPT,
     Token,
     Words,
     fate_of,
@@ -23,8 +22,9 @@ from service.trace.tokens import (
     number,
     preview,
     scored,
-    sections,
     staleness,
+    step_line,
+    tokens_of,
     weights,
 )
 
@@ -87,17 +87,20 @@ def _body(order: int, record: Record, max_staleness: int, words: Words) -> str:
             f'<td class="preview"><div>{escape(preview(record, words))}</div></td></tr>',
             f'<tr class="detail" hidden><td colspan="{COLUMNS}">',
             *(f"<p>{escape(said)}</p>" for said in (headline(record), *scored(record))),
-            *(_section(*section) for section in sections(record, max_staleness, words)), "</td></tr></tbody>",
+            *_sections(record, max_staleness, words), "</td></tr></tbody>",
         ]
     )  # fmt: skip
 
 
-def _section(title: str, tokens: Iterable[Token]) -> str:
-    """The HTML of a titled part of a trajectory; the transcript of an agent's run is collapsed."""
-    body = f'<div class="tokens">{"".join(map(_token, tokens))}</div>'
-    if title == TRANSCRIPT:
-        return f'<details><summary class="step">{title}</summary>{body}</details>'
-    return f'<div class="step">{escape(title)}</div>{body}'
+def _sections(record: Record, max_staleness: int, words: Words) -> Iterator[str]:
+    """The HTML of a trajectory's steps, and of the transcript of an agent's run, which is collapsed."""
+    for step in record["steps"]:
+        tokens = "".join(map(_token, tokens_of(step, record, max_staleness, words)))
+        title = escape(f"step {step['index']}: {step_line(step)}")
+        yield f'<div class="step">{title}</div><div class="tokens">{tokens}</div>'
+    if transcript := record["transcript"]:
+        text = escape(printable(transcript))
+        yield f'<details><summary class="step">transcript</summary><div class="tokens">{text}</div></details>'
 
 
 def _token(token: Token) -> str:
@@ -107,4 +110,4 @@ def _token(token: Token) -> str:
     if token.version is not None:
         notes.append(weights(token.version))
     title = f' title="{escape(", ".join(notes))}"' if notes else ""
-    return f'<span class="{token.kind}"{title}>{escape(token.text)}</span>' if token.kind else escape(token.text)
+    return f'<span class="{token.kind}"{title}>{escape(token.text)}</span>'

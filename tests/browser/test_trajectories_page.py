@@ -18,7 +18,8 @@ def a_step(index: int) -> dict[str, Any]:
     return {
         "index": index, "row": 0, "prompt_ids": [0, 1, 2, 3, 4] * 6, "response_ids": [5, 6, 7, 8],
         "logprobs": [-0.5, -0.1, -2, 0], "loss_mask": [1, 1, 1, 0], "versions": [[1, "0:1"], [2, "0:9"], [1, None]],
-        "reward": 0.0, "stop_reason": ATTACK,
+        "reward": 0.0, "stop_reason": ATTACK, "parent": index - 1 if index else None, "begins_as": None, "role": "main",
+        "trains": True,
     }  # fmt: skip
 
 
@@ -26,7 +27,7 @@ def a_record(sample: int) -> dict[str, Any]:
     return {
         "id": f"group=7/sample={sample}/attempt=0", "prompt_uid": ATTACK, "trained_at": "0:10", "optimizer_step": 11,
         "fate": "trained", "return": 1.0, "advantage": 0.5, "rows": 1, "loss_tokens": 2, "sampled_tokens": 3,
-        "stop_reason": ATTACK, "steps": [a_step(0), a_step(1)],
+        "stop_reason": ATTACK, "transcript": "", "scores": {}, "steps": [a_step(0), a_step(1)],
     }  # fmt: skip
 
 

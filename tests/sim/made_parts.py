@@ -233,7 +233,6 @@ class SimPlayer:
     ) -> None:
         self._workers, self._engine = workers, engine
         self.env_metrics, self.leaked, self.failures = EnvMetrics(), list[Any](), dict[str, str]()
-        self.timelines = SimpleNamespace(finish=lambda: None)
 
     async def play(self, of: TrajectoryId, task: Task, sink: StepSink, earlier: Steps | None) -> TrajectoryEnd:
         """Play all turns."""

@@ -2,7 +2,6 @@
 
 import gzip
 import os
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from service.cli.parser import main
 from service.run.folder import CONFIG, TIMELINE, TRAJECTORIES, TRAJECTORIES_BYTES
 from service.run.timeline import FILE_BYTES, FILES, TimelineFiles
-from tests.pure.timeline.test_timeline import a_run
 
 PEAK = 8 << 20
 """Bytes that reading a bomb may take; each is smaller, and would take many times as much."""
@@ -76,13 +74,3 @@ def test_what_is_no_file_is_not_read(folder: Path, capsys: pytest.CaptureFixture
     assert "no timeline" in refused(capsys, folder, "trace")
     (folder / TRAJECTORIES).symlink_to("/dev/zero")
     assert "no trajectories" in refused(capsys, folder, "trajectories list")
-
-
-def test_many_calls_at_once_are_drawn_in_little_time(tmp_path: Path) -> None:
-    a_run(tmp_path)
-    calls = b",".join([b'["",0.0,9.0,{}]'] * 20_000)
-    with (tmp_path / TIMELINE / "000001.jsonl").open("ab") as file:
-        file.write(b'["trajectory",[9,0,0],"sampled","e","stop",0.0,10.0,{},[' + calls + b"]]\n")
-    before = time.process_time()
-    assert main(["trace", str(tmp_path)]) == 0
-    assert time.process_time() - before < 5

@@ -1,15 +1,13 @@
-"""What an agent did, for people: branches and roles as a tree, and what its run wrote."""
+"""What an agent did, for people: roles, what each call continues, and what its run wrote."""
 
 from __future__ import annotations
 
 import json
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from service.cli.parser import main
 from service.columns import digest
@@ -22,14 +20,12 @@ from service.handoff.steps.builder import steps_table
 from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.tables import ends_table
 from service.run.trajectories import RecordSettings, load_records, trajectory_records
-from service.trace.terminal import print_record
-from service.trace.tokens import ASIDE, LOSS, branches, tokens_of
+from service.trace.tokens import ASIDE, LOSS, tokens_of
 from service.trace.trajectories_page import html_page
 from service.types import Extension, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.trajectories.test_trajectories import CONFIG
 
 ROLES = [Role.AUX, Role.MAIN, Role.RETRY, Role.MAIN, Role.SUB, Role.UNDELIVERED]
-TREE = ["aux 0", "main 1, 3; undelivered 5", "  after 1: retry 2", "sub 4"]
 TRANSCRIPT = "$ agent\n\x1b[2J<script>alert(1)</script> \u202e done"
 
 
@@ -66,33 +62,17 @@ def test_a_record_has_the_role_and_the_parent_of_each_step_and_the_transcript() 
     assert record["transcript"] == TRANSCRIPT and record["loss_tokens"] == 3
 
 
-def test_branches_are_a_tree_and_one_chain_is_none() -> None:
-    record = agent_record()
-    assert branches(record) == TREE
-    assert branches({"steps": [{"parent": None}, {"parent": 0}]}) == []
-    assert branches({"steps": [{}, {}]}) == [], "a record of an older version"
-    deep = {"steps": [{"parent": None}, *({"parent": k // 2} for k in range(5000))]}
-    assert len(branches(deep)) > 2000
-
-
 def test_tokens_of_roles_that_are_not_trained_are_shown_as_such() -> None:
     record = agent_record()
     kinds = [{token.kind for token in tokens_of(step, record, 8, words) if token.logprob} for step in record["steps"]]
     assert kinds == [{ASIDE}, {LOSS}, {ASIDE}, {LOSS}, {LOSS}, {ASIDE}]
 
 
-@pytest.mark.parametrize("colours", [True, False])
-def test_the_terminal_shows_the_tree_and_a_transcript_that_steers_nothing(colours: bool) -> None:
-    out = StringIO()
-    print_record(Console(file=out, width=100, force_terminal=colours), agent_record(), 8, words)
-    shown = out.getvalue()
-    assert all(line in shown for line in TREE) and "step 2: retry, row" in shown
-    assert "\\x1b[2J<script>" in shown and "\x1b[2J" not in shown and "\u202e" not in shown
-
-
-def test_the_page_shows_the_tree_and_escapes_the_transcript() -> None:
+def test_the_page_says_what_each_step_continues_and_escapes_the_transcript() -> None:
     page = html_page("run", [agent_record()], 1, 8, words)
-    assert all(line in page for line in TREE) and "transcript</summary>" in page
+    for text in ("step 0: aux, row", "step 1: begins anew, row", "step 2: retry, row", "step 3: continues step 1, row"):
+        assert text in page
+    assert "transcript</summary>" in page
     assert "<script>alert" not in page and "\\x1b[2J&lt;script&gt;" in page
 
 
@@ -108,7 +88,7 @@ DAMAGED = [
 ]
 
 
-@pytest.mark.parametrize("action", ["list", "show", "export-html"])
+@pytest.mark.parametrize("action", ["list", "export-html"])
 def test_damaged_lines_are_one_line_that_names_them(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +113,4 @@ def test_half_characters_in_a_line_are_shown_escaped_or_refused(name: str, tmp_p
     except UserError as error:
         assert "line 1" in str(error)
         return
-    out = StringIO()
-    print_record(Console(file=out, width=100), read, 8, words)
-    (out.getvalue() + html_page("run", [read], 1, 8, words)).encode()
+    html_page("run", [read], 1, 8, words).encode()

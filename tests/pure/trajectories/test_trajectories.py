@@ -27,14 +27,13 @@ from service.rollout.chat.tokenizer import make_tokenizer
 from service.run.trajectories import (
     RecordSettings,
     describe_ends,
-    find_record,
     find_recorded_run,
     load_records,
     trajectory_records,
 )
 from service.run.writer import RunWriter
-from service.trace.terminal import print_list, print_record
-from service.trace.tokens import LOSS, MASKED, PROMPT, STALE, pieces, scored, step_line, tokens_of
+from service.trace.tokens import LOSS, MASKED, PROMPT, STALE, pieces, step_line, tokens_of
+from service.trace.trajectories_command import print_list
 from service.trace.trajectories_page import html_page
 from service.types import NO_VERSION, Extension, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
@@ -113,11 +112,9 @@ def test_turns_with_advantages_of_their_own_and_what_scorers_said_are_shown() ->
         "late": {"reward": None, "info": "", "fallback": "deadline"},
         "teacher": {"reward": None, "info": "", "fallback": ""},
     }
-    assert scored(made[-1]) == ["judge: reward 0.5, brief", "late: no good answer (deadline)"]
-    output = StringIO()
-    print_record(Console(file=output, width=200, color_system=None), made[-1], 8, letters)
-    assert "judge: reward 0.5, brief" in output.getvalue() and "advantage +7.000" in output.getvalue()
-    assert "mean advantage" in output.getvalue()
+    page = html_page("run", [made[-1]], 1, 8, letters)
+    for text in ("judge: reward 0.5, brief", "late: no good answer (deadline)", "advantage +7.000", "mean advantage"):
+        assert text in page
 
 
 def test_a_prompt_that_begins_like_that_of_an_earlier_step_says_what_was_left_out() -> None:
@@ -130,6 +127,7 @@ def test_a_prompt_that_begins_like_that_of_an_earlier_step_says_what_was_left_ou
     batch = form_mini_batch(1, groups, history, batch_settings(CONFIG))
     (record,) = trajectory_records(batch, groups, PolicyVersion(1, 0), RecordSettings.of(CONFIG))
     assert [made["begins_as"] for made in record["steps"]] == [None, (0, 2)]
+    assert step_line(record["steps"][1]).startswith("begins anew, ")
     assert step_line(record["steps"][1]).endswith("stop, begins with the first 2 tokens of step 0")
 
 
@@ -159,11 +157,6 @@ def test_steps_that_do_not_merge_are_shown_as_rows_of_their_own() -> None:
     assert record["rows"] == 2 and [one["row"] for one in record["steps"]] == [0, 1]
 
 
-def shown_on(console: Console) -> str:
-    assert isinstance(console.file, StringIO)
-    return console.file.getvalue()
-
-
 def letters(token_ids: Sequence[int]) -> list[str]:
     return [f"<{token}>" for token in token_ids]
 
@@ -183,53 +176,18 @@ def test_what_a_token_adds_keeps_its_spaces() -> None:
     assert "".join(pieces(decode, [0, 1, 2, 3, 4, 5])) == "look up ant age now then"
 
 
-def test_the_terminal_shows_a_list_and_one_trajectory() -> None:
-    console = Console(file=StringIO(), width=120, force_terminal=False)
-    print_list(console, records(), 3)
-    print_record(console, json.loads(json.dumps(records()[0])), 8, letters)
-    shown = shown_on(console)
-    assert shown.count("group=7/sample=0/attempt=0") == 2
-    assert "step 1: row 0, weights of step 1" in shown
-
-
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_list_holds_its_width_and_says_what_it_leaves_out(width: int) -> None:
-    console = Console(file=StringIO(), width=width, force_terminal=False)
-    lost = {**records()[0], "id": "group=100812/sample=13/attempt=2", "fate": "filtered", "reason": "zero_variance"}
-    print_list(console, [lost, *records()], 812)
-    shown = shown_on(console)
+def test_a_list_holds_its_width_and_steers_no_terminal(width: int) -> None:
+    steers, record = "\x1b]0;owned\x07 \x9b2J \u202e\r", records()[0]
+    lost = {**record, "id": "group=100812/sample=13/attempt=2", "fate": "filtered", "reason": "zero_variance"}
+    odd = {**record, "id": steers, "fate": steers, "reason": steers, "stop_reason": steers}
+    output = StringIO()
+    print_list(Console(file=output, width=width, force_terminal=False), [lost, odd, *records()], 812)
+    shown = output.getvalue()
     assert max(map(len, shown.splitlines())) <= width
-    for text in (lost["id"], "filtered", "3/3", "stop", "the newest 4 of 812 kept trajectories"):
+    for text in (lost["id"], "3/3", "stop", "the newest 5 of 812 kept trajectories"):
         assert text in shown
-    assert ("advantage, turns and rows are shown from" in " ".join(shown.split())) == (width == 80)
-    assert ("(zero_variance)" in shown) == (width == 120)
-    print_list(console, records(), 3)
-    assert "newest" not in shown_on(console).removeprefix(shown)
-
-
-def test_the_kind_of_a_token_is_in_the_text_where_there_are_no_colours() -> None:
-    record = json.loads(json.dumps(records()[0]))
-    piped, coloured = (Console(file=StringIO(), width=80, force_terminal=is_tty) for is_tty in (False, True))
-    for console in (piped, coloured):
-        print_record(console, record, 8, letters)
-    shown, seen = shown_on(piped), shown_on(coloured)
-    assert "<1><2>{+<10><11>+}{-<3>-}" in shown and "{+ +} sampled, carries loss" in shown
-    assert "{+" not in seen and "\x1b[32m<10><11>" in seen
-    long = {**record, "steps": [{**record["steps"][0], "prompt_ids": [1] * 100}]}
-    print_record(piped, long, 8, letters)
-    assert "<1>" * 100 in shown_on(piped)
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_what_a_record_says_steers_no_terminal(width: int) -> None:
-    steers, record = "\x1b]0;owned\x07 \x9b2J \u202e\r", json.loads(json.dumps(records()[0]))
-    steps = [{**step, "stop_reason": steers} for step in record["steps"]]
-    odd = {**record, "id": steers, "fate": steers, "reason": steers, "stop_reason": steers, "steps": steps}
-    console = Console(file=StringIO(), width=width, force_terminal=False)
-    print_list(console, [odd], 1)
-    print_record(console, odd, 8, lambda ids: [steers] * len(ids))
-    shown = shown_on(console)
-    assert "owned" in shown and not {"\x1b", "\x07", "\x9b", "\u202e", "\r"} & set(shown)
+    assert "owned" in "".join(shown.split()) and not {"\x1b", "\x07", "\x9b", "\u202e", "\r"} & set(shown)
 
 
 def test_the_page_needs_nothing_from_outside_and_escapes_what_models_say() -> None:
@@ -239,22 +197,6 @@ def test_the_page_needs_nothing_from_outside_and_escapes_what_models_say() -> No
     assert page.count("<script") == 1 and "&lt;script&gt;" in page and "<h1>&lt;run&gt;</h1>" in page
     assert "of 3 on this page; the run kept 812" in page
     assert "://" not in page and 'class="loss" title="log-probability -0.500, weights of step 0"' in page
-
-
-def test_records_are_found_by_id_by_group_and_by_the_start_of_an_id() -> None:
-    kept = records()
-    for wanted in ("group=7/sample=0/attempt=0", "7", "group=7", "7/sample=0"):
-        assert find_record(kept, wanted)["id"] == "group=7/sample=0/attempt=0"
-    with pytest.raises(UserError, match="70: not among the 3 kept trajectories"):
-        find_record(kept, "70")
-
-
-def test_without_an_id_it_is_the_newest_that_was_trained_or_else_the_newest() -> None:
-    kept = records()
-    lost = [{**kept[0], "id": f"group={group_id}/sample=0/attempt=0", "fate": "expired"} for group_id in (90, 91)]
-    of_a_step = [{**record, "fate": "trained"} for record in kept]
-    assert find_record([*of_a_step, *lost], None)["id"] == kept[-1]["id"]
-    assert find_record(lost, None)["id"] == lost[-1]["id"]
 
 
 def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
@@ -299,7 +241,7 @@ ODD_STEP = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("action", ["list", "show", "export-html"])
+@pytest.mark.parametrize("action", ["list", "export-html"])
 def test_a_line_that_is_no_record_is_named(action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").touch()
     whole = json.loads(json.dumps(records()[0]))
@@ -318,14 +260,14 @@ def test_showing_a_trajectory_takes_the_tokenizer_of_its_run(
 ) -> None:
     RunWriter(tmp_path).append_trajectories(records())
     (tmp_path / "config.yaml").write_text("run: {name: r}\n")
-    show = ["trajectories", "show", str(tmp_path), str(records()[0]["id"])]
-    assert main(show) == 2
+    export = ["trajectories", "export-html", str(tmp_path)]
+    assert main(export) == 2
     assert "tokenizer.json: no such file" in capsys.readouterr().err
     make_tokenizer(tmp_path / "model", [f"w{number}" for number in range(30)])
-    assert main(show) == 0
-    assert "w2" in capsys.readouterr().out
+    assert main(export) == 0
+    assert "w2" in (tmp_path / "trajectories.html").read_text()
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    assert main(show) == 2
+    assert main(export) == 2
     assert "no tokenizer can be read from" in capsys.readouterr().err
 
 
