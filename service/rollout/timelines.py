@@ -1,9 +1,9 @@
 """Records where trajectories spend their time: the seconds of each part in metrics, and a sample in the timeline.
 
-    with timelines.playing(trajectory, "search"):      # from the claim to the end
-        generation = await engine.generate(...)        # a call: queue, prefill, decode, pause
-        result = await environment.step(text)          # a call: environment, with the tool's name
-    timelines.record(trace)                            # the sampled trajectories that ended, with their calls
+with timelines.playing(trajectory, "search"):      # from the claim to the end
+    generation = await engine.generate(...)        # a call: queue, prefill, decode, pause
+    result = await environment.step(text)          # a call: environment, with the tool's name
+timelines.record(trace)                            # the sampled trajectories that ended, with their calls
 """
 
 from __future__ import annotations
