@@ -84,7 +84,7 @@ class Timelines:
     def __init__(self, engines: int = 1) -> None:
         self._pause = engines / SAMPLED_A_SECOND
         self._next_sample = 0.0
-        self._rows = [*range(SAMPLED_AT_ONCE, 0, -1)]
+        self._rows: list[int] = [*range(SAMPLED_AT_ONCE, 0, -1)]
         """Rows that are free; the lowest number is last."""
         self._open: dict[str, Timeline] = {}
         self._sampled: list[Timeline] = []
