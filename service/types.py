@@ -122,9 +122,7 @@ class Step:
     routed_experts: Experts | None = None
     """[Q + T, layers, topk] the experts to which each token was routed; ROUTE_NATIVELY where unknown."""
     note: str = ""
-    """Data with which a generator continues the trajectory after this step; the buffer returns the note unchanged."""
-    portable: bool = False
-    """Whether the note lets any generator continue after this step; otherwise only the generator that wrote it can."""
+    """Data with which its restarted generator continues the trajectory; the buffer returns the note unchanged."""
 
     def __post_init__(self) -> None:
         prompt, response = len(self.prompt_ids), len(self.response_ids)
@@ -208,7 +206,6 @@ class Steps(Tokens, Table):
     extends_length_K: Annotated[Int32s, About("how many tokens of that step the prompt begins with", compare="form")]
     extends_digest_K: Annotated[Uint64s, About("xxh3-64 of those tokens as int32", compare="form")]
     offsets_K: Annotated[Int64s, About("where each step's tokens begin; the last one: their end", compare="form")]
-    portable_K: Annotated[Bools | None, About("whether any generator can continue after the step", fill=False)] = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -162,7 +162,7 @@ class BufferActor(Supervised):
         self._buffer.renew(generator, incarnation, trajectories)
 
     async def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
-        """Record that a generator has ended: other generators continue or restart its unfinished trajectories.
+        """Record that a generator has ended: its unfinished trajectories start again as new attempts.
 
         `incarnation`: the incarnation that ended; None: the current one.
         """

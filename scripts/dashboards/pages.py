@@ -179,9 +179,8 @@ BUFFER = dashboard(
     ),
     graph(
         "Restarted",
-        "Trajectories a second that lost their generator and continued elsewhere, or started again, by reason.",
+        "Trajectories a second that started again, by reason.",
         Query(rate("baton_restarted_trajectories_total", "reason"), "{{reason}}"),
-        Query(rate("baton_moved_trajectories_total"), "went on elsewhere"),
     ),
     graph(
         "Waiting for scorers",

@@ -48,27 +48,6 @@ class Attempts:
         else:
             self._record.add(events.Restarted(group_id, samples, reason))
 
-    def hand_over(self, group_id: int, samples: tuple[int, ...]) -> None:
-        """Let other generators continue the trajectories `samples` of a group, whose generator is gone; restart those
-        that cannot be continued."""
-        draining = self._record.ledger.state.draining is not None
-        moved = () if draining else tuple(sample for sample in samples if self._can_continue(group_id, sample))
-        if moved:
-            self._record.add(events.Moved(group_id, moved))
-        if others := tuple(sample for sample in samples if sample not in moved):
-            self.restart(group_id, others, "generator_left")
-
-    def _can_continue(self, group_id: int, sample: int) -> bool:
-        """Whether another generator may continue a sample: False if a step before the last accepted one is missing, the
-        environment does not allow it, or too many generators died during the next step."""
-        trajectory = self._record.ledger.state.groups[group_id].trajectories[sample]
-        n_steps = len(trajectory.indices)
-        if trajectory.n_steps is not None or trajectory.indices != set(range(n_steps)) or not n_steps:
-            return False
-        table, k = self._record.store.of(group_id).places_of(sample)[n_steps - 1]
-        portable = table.portable_K is not None and bool(table.portable_K[k])
-        return portable and trajectory.moves + 1 < self._settings.max_attempts
-
     def lose(self, group_id: int, sample: int, reason: str) -> None:
         """Restart a failed trajectory. If no attempt is left, or if the run is ending, the group continues without the
         trajectory; the group ends if fewer than two other trajectories remain."""

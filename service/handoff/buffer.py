@@ -91,7 +91,7 @@ class Buffer:
     # -- the five verbs -----------------------------------------------------------------------------------------------
 
     def claim(self, claim: Claim) -> Assignment | Wait | Refusal:
-        """Give work to a generator: first trajectories to restart or continue, then the next prompt if it is admitted.
+        """Give work to a generator: first trajectories to restart, then the next prompt if it is admitted.
 
         If a claim is repeated because its answer was lost, it gets the unfinished part of the work in that answer.
         """
@@ -273,14 +273,14 @@ class Buffer:
                 self.ledger.renew((of.group_id, of.sample), self._clock.monotonic())
 
     def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
-        """Remove a generator; other generators continue its unfinished trajectories, or start new attempts of them."""
+        """Remove a generator; its unfinished trajectories start again as new attempts."""
         member = self.ledger.state.generators.get(generator)
         if member is None or incarnation not in (None, member.incarnation) or not member.alive:
             return
         self._record.add(events.Left(generator, member.incarnation, reason))
         self._waits.end(f"generator {generator}")
         for group_id, samples in self.ledger.played_by(generator).items():
-            self._attempts.hand_over(group_id, tuple(samples))
+            self._attempts.restart(group_id, tuple(samples), "generator_left")
 
     def covered(self, step: int, oldest_kept: int | None = None) -> None:
         """Record that a durable checkpoint covers `step`, and that trainers go back no further than `oldest_kept`, by
@@ -364,7 +364,6 @@ class Buffer:
             refused=dict(self._refused),
             restarts=dict(state.restarts),
             given_up=dict(state.given_up),
-            moved=state.moved,
             duplicates=self._duplicates,
             late=self._late,
             journal_start=record.journal.start,

@@ -1,4 +1,4 @@
-"""Answers a generator's claim: first with restarted and moved trajectories, then with the next prompt if its group is
+"""Answers a generator's claim: first with restarted trajectories, then with the next prompt if its group is
 admitted."""
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from service.types import PolicyVersion, Sender, StepGroup
 
 
 class Claims:
-    """Assigns new groups, and restarted or moved trajectories, to generators; every assignment is an event of the
-    record."""
+    """Assigns new groups and restarted trajectories to generators; every assignment is an event of the record."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class Claims:
         return Wait(WaitReason.ANSWERED, detail, self._record.clock.monotonic())
 
     def _restarted_group(self, serving: PolicyVersion) -> int | None:
-        """The oldest group with samples to restart or continue, among those that an engine of this version may play."""
+        """The oldest group with samples to restart, among those that an engine of this version may play."""
         ledger = self._record.ledger
         if not ledger.unassigned:
             return None

@@ -70,7 +70,6 @@ class BufferStatus:
     """Refused calls since this process started, by reason."""
     restarts: dict[str, int]
     given_up: dict[str, int]
-    moved: int
     duplicates: int
     """Messages that had been accepted before, counted since this process started."""
     late: int

@@ -103,7 +103,6 @@ def measure_buffer(
     ):
         for reason, count in counts.items():
             metrics.count_to(name, count, reason=reason)
-    metrics.count_to("baton_moved_trajectories_total", status.moved)
     metrics.count_to("baton_accepted_tokens_total", status.accepted_tokens)
     for scorer, of in status.scorers.items():
         metrics.set("baton_scorer_waiting_groups", of.waiting, scorer=scorer)

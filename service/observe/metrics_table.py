@@ -119,7 +119,6 @@ BUFFER = (
     gauge("baton_tokens", "Accepted tokens by fate; every token has exactly one fate.", ("fate",)),
     counter("baton_refused_messages_total", "Messages that the buffer refused.", ("reason",)),
     counter("baton_accepted_tokens_total", "Tokens that the buffer accepted, each counted once."),
-    counter("baton_moved_trajectories_total", "Trajectories that went on in another generator after theirs was gone."),
     counter(
         "baton_restarted_trajectories_total", "Trajectories that started again as their next attempt.", ("reason",)
     ),

@@ -180,7 +180,6 @@ class SimulatedGenerator(Client):
                 versions=self._versions(began, count),
                 reward=reward,
                 extends=Extension(turn - 1, length, digest.intdigest()) if turn else None,
-                portable=scenario.restorable,
             )
             self._outbox.append(step)
             length += count + 1

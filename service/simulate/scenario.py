@@ -82,8 +82,6 @@ class Scenario:
     """Seconds that a finished step waits for other steps, to share a message with them."""
     success: float = 0.5
     """Fraction of trajectories with reward 1."""
-    restorable: bool = True
-    """Whether environments can be restored, so that trajectories continue in another generator."""
 
     @staticmethod
     def of(config: Config, given: Mapping[str, Any]) -> Scenario:

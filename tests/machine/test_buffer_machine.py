@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -111,8 +110,7 @@ class BufferMachine(RuleBasedStateMachine):
         of, uid, sent = self.work[name].pop(place)
         steps: list[Step] = []
         if sent < 4 and not (ends and sent):
-            portable = bool(of.group_id % 2)  # what a generator leaves goes on elsewhere
-            steps, sent = [replace(step(of, uid, sent, self.serving[name]), portable=portable)], sent + 1
+            steps, sent = [step(of, uid, sent, self.serving[name])], sent + 1
         roles = packed_roles(data.draw(st.lists(st.sampled_from(Role), min_size=sent, max_size=sent)))
         closing = [TrajectoryEnd(of, uid, sent, "stop", reward, roles)] if ends or sent == 4 else []
         if not closing:
@@ -237,10 +235,9 @@ class BufferMachine(RuleBasedStateMachine):
             buffer.tick()
             answer = worker.claim(buffer.version)
             if isinstance(answer, Assignment):
-                for number, (of, taken) in enumerate(answer.trajectories()):
-                    sent = len(accepted_group(taken).steps) if taken else 0  # a moved trajectory ends after its steps
-                    steps = [] if sent else [step(of, answer.prompt_uid, index, buffer.version) for index in range(2)]
-                    end = TrajectoryEnd(of, answer.prompt_uid, sent or 2, "stop", float(number % 2))
+                for number, (of, _) in enumerate(answer.trajectories()):
+                    steps = [step(of, answer.prompt_uid, index, buffer.version) for index in range(2)]
+                    end = TrajectoryEnd(of, answer.prompt_uid, 2, "stop", float(number % 2))
                     assert isinstance(worker.send(steps, [end]), Receipt)
             elif answer.reason is WaitReason.LOOKAHEAD:
                 batch = buffer.lease(self.world.trainer_incarnation)

@@ -199,7 +199,6 @@ def fault_world(seed: int) -> FaultyWorld:
         linger_seconds=0.02,
         trainer_seconds=1.0,
         steps=6,
-        restorable=bool(rng.integers(2)),
     )
     faults = Faults.drawn(rng, FAULT_SECONDS)
     settings, segment_bytes = SimulationSettings.of(_config(rng)), int(rng.choice([1, 3_000, 1 << 20]))

@@ -31,7 +31,7 @@ from service.errors import JournalError, UserError
 from service.handoff.journal.disk import Buffer, Disk, File
 
 MAGIC = b"BTNJ"
-SCHEMA = 6
+SCHEMA = 7
 """The version of the journal's format: of its frames, its events and its snapshots."""
 ALIGNMENT = 64
 HEADER_BYTES = 64

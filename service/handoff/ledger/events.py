@@ -114,7 +114,7 @@ class Tried(Event, frozen=True):
 
 
 class Assigned(Event, frozen=True):
-    """Restarted or moved trajectories of a group were given to a generator."""
+    """Restarted trajectories of a group were given to a generator."""
 
     group_id: int
     samples: tuple[int, ...]
@@ -129,13 +129,6 @@ class Restarted(Event, frozen=True):
     group_id: int
     samples: tuple[int, ...]
     reason: str
-
-
-class Moved(Event, frozen=True):
-    """The generator of these trajectories of a group is gone: they keep their steps and wait for another generator."""
-
-    group_id: int
-    samples: tuple[int, ...]
 
 
 class GivenUp(Event, frozen=True, tag="Truncated"):

@@ -36,7 +36,7 @@ class Ledger:
         self.slots: dict[int, None] = {}
         """Groups that no optimizer step has used yet, in order of admission."""
         self.unassigned: dict[int, set[int]] = {}
-        """Restarted and moved samples that wait for a claim, by group_id."""
+        """Restarted samples that wait for a claim, by group_id."""
         self.since: OrderedDict[Sample, float] = OrderedDict()
         """Time of the last progress of each unfinished sample that a generator plays, oldest first."""
         self.unfinished_bytes = 0
@@ -79,7 +79,6 @@ class Ledger:
             group.n_bytes += new.n_bytes
             self.state.accepted += new.tokens
             self.state.fates[Fate.OPEN] += new.tokens
-            trajectory.moves = 0 if new.indices else trajectory.moves
             if new.end is not None:
                 trajectory.n_steps = new.end.n_steps
             self.unfinished_bytes += new.n_bytes
@@ -229,14 +228,6 @@ class Ledger:
             self._move_tokens(Fate.OPEN, Fate.SUPERSEDED, old.tokens)
             self.unassigned.setdefault(event.group_id, set()).add(sample)
         self.state.restarts[event.reason] = self.state.restarts.get(event.reason, 0) + len(event.samples)
-
-    def _moved(self, event: events.Moved) -> None:
-        for sample in event.samples:
-            trajectory = self.state.groups[event.group_id].trajectories[sample]
-            self.since.pop((event.group_id, sample), None)
-            trajectory.generator, trajectory.incarnation, trajectory.moves = None, 0, trajectory.moves + 1
-            self.unassigned.setdefault(event.group_id, set()).add(sample)
-        self.state.moved += len(event.samples)
 
     def _givenup(self, event: events.GivenUp) -> None:
         group = self.state.groups[event.group_id]

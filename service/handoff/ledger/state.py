@@ -46,8 +46,6 @@ class Trajectory:
     """Bytes of the accepted steps and end record, as `service.handoff.group_bytes` counts them."""
     given_up: bool = False
     """Whether the group continues without the trajectory."""
-    moves: int = 0
-    """Number of times that the trajectory lost its generator since its last step was accepted."""
 
     @property
     def complete(self) -> bool:
@@ -240,8 +238,6 @@ class State:
     """Number of trajectories that were restarted as a new attempt, by reason."""
     given_up: dict[str, int] = field(default_factory=dict)
     """Number of trajectories without which their group continued, by reason."""
-    moved: int = 0
-    """Number of trajectories that lost their generator and kept their steps for another generator."""
     routing: tuple[int, ...] | None = None
     """(layers, topk) of every step's routed experts, as in the first accepted step that had any."""
     draining: str | None = None

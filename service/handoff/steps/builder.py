@@ -33,7 +33,7 @@ def steps_table(steps: Iterable[Step]) -> Steps:
     items = [_item_values(step) for step in steps]
     offsets_K = offsets_of(np.array([len(step.prompt_ids) + len(step.response_ids) for step in steps], np.int64))
     columns: dict[str, Any] = {
-        column.name: _item_column(column, [item[column.name[:-2]] for item in items])
+        column.name: np.array([item[column.name[:-2]] for item in items], column.dtype)
         for column in columns_of(Steps).items
         if column.about.compare != "names"
     }
@@ -51,17 +51,10 @@ def _item_values(step: Step) -> dict[str, Any]:
     extends, length, digest = step.extends or NO_EXTENSION
     return {
         "group_id": group_id, "sample": sample, "attempt": attempt, "index": step.index, "uid": step.prompt_uid,
-        "stop_reason": step.stop_reason, "note": step.note, "portable": step.portable or None,
-        "temperature": step.temperature,
+        "stop_reason": step.stop_reason, "note": step.note, "temperature": step.temperature,
         "reward": step.reward, "has_logprobs": step.logprobs is not None, "prompt_length": len(step.prompt_ids),
         "extends": extends, "extends_length": length, "extends_digest": digest,
     }  # fmt: skip
-
-
-def _item_column(column: Column, values: list[Any]) -> NDArray[Any] | None:
-    if column.optional and all(value is None for value in values):
-        return None
-    return np.array([column.about.fill if value is None else value for value in values], column.dtype)
 
 
 def _token_column(column: Column, steps: list[Step], offsets: list[int]) -> NDArray[Any] | None:

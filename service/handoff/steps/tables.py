@@ -197,7 +197,6 @@ def step_objects(steps: Steps) -> list[Step]:
             reward=float(steps.reward_K[k]),
             extends=extension_of(steps, k),
             note=steps.notes[steps.note_K[k]],
-            portable=steps.portable_K is not None and bool(steps.portable_K[k]),
             **fields,
         )
         for k, fields in enumerate(_fields_of_both(steps))

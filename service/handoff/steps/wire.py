@@ -24,7 +24,7 @@ from service.columns import columns_of
 from service.handoff.steps.limits import Limits
 from service.types import Ends, MicroBatch, MiniBatch, Refusal, RefusalReason, Sender, StepGroup, Steps
 
-MAGIC, VERSION = b"BATN", 4
+MAGIC, VERSION = b"BATN", 5
 STEP_GROUP, MINI_BATCH = 1, 2
 PREFIX = struct.Struct("<4sHHIQQ")
 ALIGNMENT = 64

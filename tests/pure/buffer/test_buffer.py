@@ -289,41 +289,6 @@ def test_a_generator_that_goes_on_keeps_its_trajectories_with_the_steps_that_wer
     assert buffer.ledger.state.groups[work.group_id].trajectories[1].complete and world.closes()
 
 
-def test_what_a_generator_leaves_goes_on_elsewhere_from_its_last_step_and_its_late_steps_are_refused(
-    world: World,
-) -> None:
-    work, gone, other = world.generator.claimed(), world.generator, Generator(world.buffer, "g2")
-    of, plain = TrajectoryId(work.group_id, 0), TrajectoryId(work.group_id, 1)
-    first = replace(step(of, work.prompt_uid, 0), note="here", portable=True)
-    assert isinstance(gone.send([first, step(plain, work.prompt_uid, 0)]), Receipt)
-    late = gone.message([step(of, work.prompt_uid, 1)])
-    world.buffer.leave(gone.name, gone.incarnation, "it died")
-    assert consistent(world)
-    other.buffer = world.crash()
-    again = other.claimed()
-    assert (again.group_id, again.samples, again.attempts) == (work.group_id, (0, 1), (0, 1))
-    (made,) = step_objects(wire.accepted_group(again.steps[0]).steps)
-    assert (made.note, made.portable, made.response_ids.tolist()) == ("here", True, [13, 14])
-    assert not again.steps[1]
-    assert refused(world.buffer.submit(late)) is RefusalReason.FENCED
-    assert (world.buffer.status().moved, world.buffer.status().restarts) == (1, {"generator_left": 1})
-    end = TrajectoryEnd(of, work.prompt_uid, 2, "stop", 1.0)
-    assert isinstance(other.send([step(of, work.prompt_uid, 1)], [end]), Receipt)
-    assert world.buffer.ledger.state.groups[work.group_id].trajectories[0].complete and consistent(world)
-
-
-def test_a_step_after_which_generator_after_generator_dies_is_tried_so_often_and_then_starts_anew(world: World) -> None:
-    work, generator = world.generator.claimed(), world.generator
-    of, attempts = TrajectoryId(work.group_id, 0), []
-    assert isinstance(generator.send([replace(step(of, work.prompt_uid, 0), portable=True)]), Receipt)
-    assert isinstance(generator.play(work, 1), Receipt)
-    for number in range(world.settings.buffer.max_attempts):
-        world.buffer.leave(generator.name, generator.incarnation, "it died")
-        generator = Generator(world.buffer, f"h{number}")
-        attempts.append(generator.claimed().attempts[0])
-    assert attempts == [0, 0, 1] and consistent(world)
-
-
 def test_a_trajectory_that_its_generator_renews_is_not_silent(world: World) -> None:
     work = world.generator.claimed()
     waiting = TrajectoryId(work.group_id, 0)

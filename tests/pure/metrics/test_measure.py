@@ -174,7 +174,6 @@ class FakeBufferStatus:
     journal_limit_bytes: int = 4096
     prompts: dict[str, int] = field(default_factory=lambda: {"inside": 3})
     passed_over: int = 7
-    moved: int = 1
     scorers: dict[str, ScorerStatus] = field(default_factory=dict)
 
 
