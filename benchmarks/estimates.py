@@ -18,9 +18,8 @@ from typing import Any
 from service.config.learn import TrainerConfig
 from service.config.rollout import GeneratorConfig
 from service.config.tree import Config
-from service.learn.estimate.checkpointing import kept_by_compiled_layer
 from service.learn.estimate.fit import GPU_BYTES, MARGIN, fit
-from service.learn.estimate.gpus import H100, REACHED
+from service.learn.estimate.gpus import H100
 from service.learn.estimate.step import StepEstimate, estimate_step
 from service.learn.settings import FitSettings
 
@@ -97,18 +96,11 @@ def utilisations(parent: Path) -> None:
 
 
 def automatic(config: FitSettings, folder: Path, none: StepEstimate, all_layers: StepEstimate) -> str:
-    """The default on GPUs of 80 GB: what is recomputed, utilisation and memory, with compiled layers.
-
-    Recomputed elementwise results are written once more and read once more.
-    """
+    """The level of checkpointing that fits GPUs of 80 GB, with utilisation and memory."""
     found = fit(config, folder, GPU_BYTES["H100"])
     chosen, share = found.checkpointing, found.checkpointing.layers / found.n_layers
     seconds = (1 - share) * none.fused_seconds + share * all_layers.fused_seconds
     words = f"auto: {chosen.layers} of {found.n_layers}"
-    if chosen.elementwise:
-        kept, kept_less = (kept_by_compiled_layer(config.learn, folder, elementwise) for elementwise in (False, True))
-        seconds += 2 * (kept - kept_less) * (found.n_layers - chosen.layers) / REACHED.bandwidth
-        words += " and elementwise results"
     used = none.model_flops / seconds / H100.flops
     return f"{words} | | {used:.1%} | {found.step.peak_bytes / 1e9:.1f}"
 

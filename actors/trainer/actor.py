@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -31,14 +32,14 @@ from service.config import Config
 from service.errors import ProcessLost, UserError
 from service.handoff.steps.wire import decode_mini_batch
 from service.learn.compile import share_cores
-from service.learn.estimate.fit import Fit, fit_on
 from service.learn.learner import Learner, StepReport
 from service.learn.model.policy import Policy
 from service.learn.model.policy_model import Checkpointing
 from service.learn.model.sharding import set_collective_deadline
 from service.learn.profile import StepProfile
-from service.learn.settings import FitSettings, LearnSettings
+from service.learn.settings import LearnSettings
 from service.learn.supervised import SupervisedSteps
+from service.learn.trial import engine_bytes, keep_gathered_weights, take_trial
 from service.observe.measure import measure_states
 from service.observe.metrics import Metrics
 from service.observe.recorder import States, Trace
@@ -73,10 +74,6 @@ class TrainerRank(Supervised):
         """This rank's part of the newest weights, for transport `memory`."""
         self._steps = 0
         self._profile: StepProfile | None = None
-        self._fit: Fit | None = None
-        """The estimate of this rank's memory; None on a CPU, and after the rank ran out of memory."""
-        self._compiles = False
-        """Whether the next step compiles layers."""
         trace = Trace()
         if hub is not None:
             reporter = Reporter("trainer", f"trainer-{rank}", self._config, resolve_actor(hub), self._measure_now)
@@ -87,22 +84,6 @@ class TrainerRank(Supervised):
 
     def _measure_now(self, metrics: Metrics) -> None:
         measure_states(metrics, self._states.seconds())
-
-    def _wait_for_compilers(self) -> None:
-        """Let collectives of the first step wait longer, because ranks compile their layers at different speeds."""
-        trainer, self._compiles = self._config.trainer, True
-        within = max(trainer.start_deadline, trainer.collective_deadline)
-        set_collective_deadline(within)
-        log.info("the first step compiles layers: its collectives may take %.0f s", within)
-
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        """Record a step in the timeline; after the first step, which compiles layers, shorten collectives' deadline."""
-        with self._busy("forward_backward"):
-            yield
-        if self._compiles:
-            self._compiles = False
-            set_collective_deadline(self._config.trainer.collective_deadline)
 
     @contextmanager
     def _busy(self, state: str) -> Iterator[None]:
@@ -153,14 +134,12 @@ class TrainerRank(Supervised):
 
         Raises:
             UserError: Ray assigned a GPU to this rank that PyTorch cannot use.
+            OutOfMemory: the largest micro-batch needs more memory.
         """
         if self._device.type == "cuda" and (why := unusable_cuda()) is not None:  # as on a node that joined later
             node = ray.util.get_node_ip_address()
             raise UserError(f"trainer-{self._rank} has a GPU of node {node}, but PyTorch cannot use it: {why}")
         config = self._config if adapter else self._config.without_adapter
-        # before the process group is formed, because the estimate must run without one
-        if checkpointing is None:
-            self._fit = fit_on(self._device, FitSettings.of(config), Path(model_folder))
         if config.trainer.sharded:
             address, port = meeting_point
             backend = process_group_backend(self._device, self._config.trainer.cpu_offload)
@@ -172,22 +151,30 @@ class TrainerRank(Supervised):
                 init_method=f"tcp://{address}:{port}",
                 rank=self._rank,
                 world_size=self._world_size,
-                timeout=timedelta(seconds=self._config.trainer.collective_deadline),
+                # until the end of the trial, because ranks load and compile their layers at different speeds
+                timeout=timedelta(seconds=max(config.trainer.start_deadline, config.trainer.collective_deadline)),
             )
-        if self._fit is not None:
-            own = self._fit.checkpointing
-            checkpointing = own.of_all_ranks() if config.trainer.sharded else own
-            log.info("gradient_checkpointing comes to %s", checkpointing)
         where = Path(model_folder), self._device, self._rank, self._world_size
         settings = LearnSettings.of(config)
         policy = Policy(settings, *where, nodes=nodes, checkpointing=checkpointing)
         if policy.compiles:
             share_cores(nodes.count(nodes[self._rank]) if nodes else self._world_size)
-            self._wait_for_compilers()
+        if policy.compiles or self._device.type == "cuda":
+            self._try(settings, policy, chooses=checkpointing is None)
+        set_collective_deadline(config.trainer.collective_deadline)
         self._learner = Learner(settings, *where, policy)
         self._learner.began = self._states.enter
         freeze_heap()
         self._states.enter("waiting")
+
+    def _try(self, settings: LearnSettings, policy: Policy, chooses: bool) -> None:
+        """Take the trial; `chooses`: whether it also chooses if gathered weights are kept."""
+        began, shares = time.monotonic(), self._config.weights.transport == "ipc"
+        elsewhere = engine_bytes(policy, self._config.generator.kv_cache_bytes or 0) if shares else 0.0
+        take_trial(settings, policy, elsewhere)
+        if chooses and settings.trainer.keeps_gathered:
+            keep_gathered_weights(policy, elsewhere)
+        log.info("the largest micro-batches took %.0f s with %s", time.monotonic() - began, policy.checkpointing)
 
     def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
         """Take supervised steps on demonstrations; returns the last step's cross-entropy per token."""
@@ -200,15 +187,12 @@ class TrainerRank(Supervised):
         if self._supervised is None:
             betas, weight_decay = settings.trainer.betas, settings.trainer.weight_decay
             self._supervised = SupervisedSteps(settings, self.learner.policy, betas, weight_decay)
-        if lr is None:
-            with self._busy("forward_backward"):  # not `_stepping`: the backward pass stays uncompiled
-                return self._supervised.loss(rows)
-        with self._stepping():
-            return self._supervised.step(rows, lr)
+        with self._busy("forward_backward"):
+            return self._supervised.loss(rows) if lr is None else self._supervised.step(rows, lr)
 
     def step(self, batch: bytes) -> StepReport:
         """Take one optimizer step on this rank's micro-batches."""
-        with self._stepping(), nullcontext() if self._profile is None else self._profile.step():
+        with self._busy("forward_backward"), nullcontext() if self._profile is None else self._profile.step():
             report = self.learner.step(decode_mini_batch(batch))
         self._steps += 1
         if self._device.type == "cuda":
@@ -216,15 +200,11 @@ class TrainerRank(Supervised):
         return report
 
     def _memory(self) -> dict[str, float]:
-        """Return the peak of the memory that this process reserved on its GPU, and the estimate of that peak."""
-        found = {"trainer/gpu_reserved_bytes": float(torch.cuda.max_memory_reserved(self._device))}
-        if self._fit is not None:
-            found["trainer/gpu_estimated_bytes"] = float(self._fit.step.peak_bytes)
+        """Return the peak of the memory that this process reserved on its GPU."""
+        reserved = torch.cuda.max_memory_reserved(self._device)
         if self._steps == 1:
-            estimated = "unknown" if self._fit is None else in_gb(self._fit.step.peak_bytes)
-            reserved = in_gb(torch.cuda.max_memory_reserved(self._device))
-            log.info("memory of the GPU after the first step: %s reserved, estimated: %s", reserved, estimated)
-        return found
+            log.info("memory of the GPU after the first step: %s reserved", in_gb(reserved))
+        return {"trainer/gpu_reserved_bytes": float(reserved)}
 
     def begin_profile(self, steps: int) -> None:
         """Record a profile of the next `steps` optimizer steps."""

@@ -22,10 +22,11 @@ from service.learn.learner import StepReport
 from service.learn.model.policy_model import Checkpointing
 from service.learn.out_of_memory import OutOfMemory
 from service.run.memory import advice
+from service.run.phases import say
 from service.types import PolicyVersion, SupervisedRow
 
-MEMORY = ("trainer/gpu_reserved_bytes", "trainer/gpu_estimated_bytes")
-"""Metrics of a step that differ from rank to rank; the largest value of all ranks is reported."""
+MEMORY = "trainer/gpu_reserved_bytes"
+"""A metric of a step that differs from rank to rank; the largest value of all ranks is reported."""
 
 
 class TrainerGroup:
@@ -40,7 +41,8 @@ class TrainerGroup:
         self.named = {f"trainer-{number}": rank for number, rank in enumerate(ranks)}
         self._processes: list[str] = []
         self._checkpointing: Checkpointing | None = None
-        """Which activations the ranks keep, after one of them ran out of memory; None: as in the settings."""
+        """Which activations the ranks keep, after one of them ran out of memory; None: as in the settings. All ranks
+        get the same, otherwise they would wait for each other."""
         self.nodes: list[str] = []
         """The id of each rank's node."""
 
@@ -52,11 +54,11 @@ class TrainerGroup:
 
     async def load(self, model_folder: Path, adapter: bool = True) -> None:
         """Form the process group and load the policy; `adapter`: whether to add the adapter of `model.lora`, if
-        there is one.
+        there is one. If the largest micro-batch needs more memory, the ranks restart with more gradient checkpointing.
 
         Raises:
             Starved: the ranks did not start in time.
-            TrainerLost: a rank died meanwhile.
+            TrainerLost: a rank died meanwhile, or memory lacks at every level of gradient checkpointing.
         """
         try:
             self._processes = [life.process for life in await self._start("life")]
@@ -66,6 +68,12 @@ class TrainerGroup:
             await self._start("load", meeting_point, *more)
         except ray.exceptions.RayActorError as error:
             raise TrainerLost(f"the trainer failed as it started ({in_a_line(error)})") from error
+        except OutOfMemory as error:
+            if error.lighter is None:
+                raise TrainerLost(f"the trainer failed as it started ({_with_advice(error)})") from error
+            self._checkpointing = error.lighter
+            say(f"{error}; the ranks start again with more gradient checkpointing")
+            await self.restart(model_folder, adapter)
 
     async def restart(self, model_folder: Path, adapter: bool = True) -> None:
         """End every rank's process and form a new group; `adapter`: see `load`.
@@ -112,8 +120,9 @@ class TrainerGroup:
         of_rank = [batch for batch in batches for _ in range(ranks_of_part)]
         reports = await asyncio.gather(*(self._ask(rank, "step", batch) for rank, batch in enumerate(of_rank)))
         report: StepReport = reports[0]
-        most = {name: max(each.metrics[name] for each in reports) for name in MEMORY if name in report.metrics}
-        return report._replace(metrics=report.metrics | most)
+        if MEMORY not in report.metrics:
+            return report
+        return report._replace(metrics=report.metrics | {MEMORY: max(each.metrics[MEMORY] for each in reports)})
 
     async def weights(self, version: PolicyVersion) -> PublishedWeights:
         """Let every rank copy its part of the policy, or for transport `ipc` gather the whole policy."""
@@ -197,10 +206,13 @@ def _raises_trainer_lost() -> Iterator[None]:
     try:
         yield
     except (ray.exceptions.RayError, ProcessLost) as error:
-        why = in_a_line(error)
-        raise TrainerLost(f"the trainer failed ({why}{advice(why, 'trainer')})") from error
+        raise TrainerLost(f"the trainer failed ({_with_advice(error)})") from error
     except OutOfMemory as error:
-        why = in_a_line(error)
-        raise TrainerLost(f"the trainer failed ({why}{advice(why, 'trainer')})", error.lighter is not None) from error
+        raise TrainerLost(f"the trainer failed ({_with_advice(error)})", error.lighter is not None) from error
     except Starved as error:
         raise TrainerLost(f"the trainer is silent ({error})") from error
+
+
+def _with_advice(error: Exception) -> str:
+    why = in_a_line(error)
+    return why + advice(why, "trainer")

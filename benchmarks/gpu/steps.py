@@ -112,7 +112,7 @@ def trained(
             gpu_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else GPU_BYTES["H100"]
             estimated = 0.0
             if checkpointing is None:
-                found = fit(settings, folder, float(gpu_bytes), device if on_gpu else None)
+                found = fit(settings, folder, float(gpu_bytes))
                 checkpointing, estimated = found.checkpointing, float(found.step.peak_bytes)
             if learn.trainer.sharded:  # after the estimate, which makes its own process group
                 store = dist.HashStore()

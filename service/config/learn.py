@@ -146,22 +146,22 @@ class TrainerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     gradient_checkpointing: bool | Annotated[int, Field(ge=2, le=MOST)] | Literal["auto"] = "auto"
     """Keep only the inputs of layers, and compute the other activations again in the backward pass. true: in all
-    layers; a number n: only in every n-th layer, which takes more memory and less time; auto: in as few layers as the
-    estimate of memory allows (bfloat16 models on a GPU), else in no layer. After a step that ran out of memory, more
-    layers keep only their inputs."""
+    layers; a number n: only in every n-th layer, which takes more memory and less time; auto: in no layer. If the
+    largest micro-batch, which ranks with GPUs try when they load, or a step runs out of memory, the ranks restart with
+    the next level: half of the layers, then all layers."""
     shard_within: Literal["all", "node"] = "all"
     """Shard the policy over all ranks (`all`), or over the ranks of each node (`node`). With `node`, nodes send each
     other only gradients, but each rank has a larger part of weights, gradients and optimizer state."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """true: free the gathered weights of layers after the forward pass and gather them again for the backward pass,
     which sends more bytes and takes less memory. auto: keep the gathered weights if at least 15 % of the GPU's memory
-    stays free (bfloat16 models on a GPU), else free them."""
+    stays free in the trial of the largest micro-batch, else free them."""
     shard_one_rank: bool = False
     """Shard even if there is only one rank, so that sharded training can be measured on one GPU."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory."""
     compile: bool | None = None
-    """Compile the decoder layers. The first steps then take minutes; later steps take less time and memory. None:
+    """Compile the decoder layers. The start then takes minutes longer; steps take less time and memory. None:
     compile bfloat16 models on a GPU where the compiler works. Experts always run uncompiled."""
     fused_kernels: bool = False
     """Use Liger kernels for norms, rotary embeddings and MLPs; needs the package liger-kernel and a GPU."""
@@ -169,15 +169,15 @@ class TrainerConfig(Section):
     """Optimizer steps from one checkpoint to the next; 0: no checkpoints, only the final weights."""
     keep_checkpoints: Positive = 2
     start_deadline: Seconds = 600.0
-    """Seconds in which the ranks must restart after a failure. If layers are compiled, this is also the deadline of
-    each collective in the first step, because ranks wait for each other's compilers."""
+    """Seconds in which the ranks must start: load the model, compile its layers and try the largest micro-batch. Until
+    then it is also the deadline of each collective."""
     max_bad_steps: Positive = 10
     """Number of successive skipped optimizer steps, for example because the loss is not finite, after which the run
     fails."""
     accelerator: str | None = None
     """Ray's accelerator type of the nodes for the ranks, such as H100."""
     collective_deadline: Seconds = 120.0
-    """Seconds in which a collective must end; for the first step of compiled layers, see `start_deadline`."""
+    """Seconds in which a collective of a step must end; while ranks start, see `start_deadline`."""
 
     @property
     def sharded(self) -> bool:

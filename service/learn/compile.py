@@ -16,10 +16,9 @@ from torch import Tensor
 
 from service.config.learn import TrainerConfig
 from service.errors import UserError
-from service.model_folder import experts_of
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -103,14 +102,6 @@ def compiles_layers(trainer: TrainerConfig, device: torch.device | None, compute
     if compute != torch.bfloat16:
         return False
     return device is None or (device.type == "cuda" and compiler_works(device))
-
-
-def compiles_whole_layers(
-    config: PretrainedConfig, trainer: TrainerConfig, device: torch.device | None, compute: torch.dtype
-) -> bool:
-    """True if whole decoder layers are compiled: compilation is on, and no layer has experts. Estimates count layers
-    with experts as uncompiled."""
-    return not experts_of(config) and compiles_layers(trainer, device, compute)
 
 
 def share_cores(ranks_of_host: int) -> None:

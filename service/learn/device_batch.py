@@ -75,13 +75,13 @@ class DeviceBatch(NamedTuple):
     @staticmethod
     def of(micro: MicroBatch, settings: DeviceSettings) -> DeviceBatch:
         """Copy a micro-batch to the device. An empty micro-batch becomes a dummy row, because this rank has to take
-        part in the collectives.
+        part in the collectives. The row has two tokens, because compiled layers would need another graph for one.
 
         Raises:
             ValueError: the first token of a row carries loss.
         """
         if len(micro.token_ids_N) == 0:
-            micro = unsampled_micro_batch([SupervisedRow(np.zeros(1, np.int32), np.zeros(1, bool))])
+            micro = unsampled_micro_batch([SupervisedRow(np.zeros(2, np.int32), np.zeros(2, bool))])
         device = settings.device
         offsets_R = micro.offsets_R.astype(np.int64)
         lengths_R = np.diff(offsets_R)

@@ -377,7 +377,6 @@ STEP_KEYS: dict[str, str] = {
     ),
     "policy/is_ratio_std": f"{_RATIO['is_ratio_std']} of the loss tokens.",
     "trainer/gpu_reserved_bytes": "Most memory that a rank has reserved on its GPU since it started.",
-    "trainer/gpu_estimated_bytes": "Estimated memory of a rank on its GPU, to compare with what it reserved.",
     "policy/is_ratio_max": f"{_RATIO['is_ratio_max']} of a loss token.",
     "policy/effective_sample_fraction": f"{_RATIO['effective_sample_fraction']} of the loss tokens.",
     "policy/loss_metrics/masked_ratio": "Fraction of loss tokens whose loss a correction set to 0.",

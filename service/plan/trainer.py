@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from service.errors import UserError
-from service.learn.compile import compiles_whole_layers
+from service.learn.compile import compiles_layers
 from service.learn.estimate.fit import fit, is_estimable
 from service.learn.estimate.gpus import GPUS_OF_A_NODE, REACHED
 from service.learn.estimate.meter import ELEMENTWISE
 from service.learn.estimate.step import StepEstimate, estimate_step
 from service.learn.model.hf_config import read_config
 from service.learn.settings import FitSettings
+from service.model_folder import experts_of
 from service.plan.machine.costs import CPU, GPU, TRAINER
 from service.plan.machine.device import Device
 
@@ -136,7 +137,8 @@ def estimated(settings: FitSettings, folder: Path, device: Device) -> tuple[Trai
         automatic = setting.gradient_checkpointing == "auto"  # the times assume checkpointing of all layers
         recomputed = found.checkpointing.layers / found.n_layers if automatic else 1.0
         memory = Memory(found.engine_bytes, found.kv_bytes, found.shared_bytes)
-        fused = setting.fused_kernels or compiles_whole_layers(read_config(folder), setting, None, torch.bfloat16)
+        whole = not experts_of(read_config(folder)) and compiles_layers(setting, None, torch.bfloat16)
+        fused = setting.fused_kernels or whole
     else:
         step = estimate_step(learn, folder, on_gpu=False)
         memory = Memory(0.0, float(settings.generator.kv_cache_bytes or 0))

@@ -10,8 +10,6 @@ import torch
 
 from service.config.learn import TrainerConfig
 from service.errors import UserError
-from service.learn.compile import compiles_whole_layers
-from service.learn.estimate.checkpointing import choose_checkpointing
 from service.learn.estimate.gpus import DATA_SHEETS
 from service.learn.estimate.kv_cache import kv_token_bytes
 from service.learn.estimate.step import StepEstimate, estimate_step
@@ -131,14 +129,10 @@ def is_estimable(settings: FitSettings, folder: Path) -> bool:
     return settings.learn.model.dtype == "bfloat16" or not experts_of(read_config(folder))
 
 
-def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.device | None = None) -> Fit:
-    """Estimate the memory that a configuration needs on GPUs of `gpu_bytes`; `folder` needs only a `config.json`.
-
-    `device`: a GPU of this size, whose compiler is tested. None: the GPUs are on other machines, and their compiler is
-    assumed to work.
-    """
+def fit(settings: FitSettings, folder: Path, gpu_bytes: float) -> Fit:
+    """Estimate the memory that a configuration needs on GPUs of `gpu_bytes`; `folder` needs only a `config.json`."""
     learn, generator, hf_config = settings.learn, settings.generator, read_config(folder)
-    setting, dtype = learn.trainer.gradient_checkpointing, getattr(torch, learn.model.dtype)
+    dtype = getattr(torch, learn.model.dtype)
     width, n_layers = torch.finfo(dtype).bits / 8, hf_config.num_hidden_layers
 
     def engine_and_kv(step: StepEstimate) -> tuple[float, float]:
@@ -152,11 +146,10 @@ def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.dev
     def room(step: StepEstimate) -> tuple[float, float]:
         return gpu_bytes * (1 - MARGIN) - shared(step), gpu_bytes * (1 - AMPLE_MARGIN) - shared(step)
 
-    if setting == "auto":
-        compiled = compiles_whole_layers(hf_config, learn.trainer, device, dtype)
-        checkpointing, step = choose_checkpointing(learn, folder, room, compiled)
-    else:
-        checkpointing, step = Checkpointing.of(learn.trainer, n_layers), estimate_step(learn, folder)
+    checkpointing, step = Checkpointing.of(learn.trainer, n_layers), estimate_step(learn, folder)
+    if learn.trainer.gradient_checkpointing == "auto":
+        while step.peak_bytes > room(step)[0] and (lighter := checkpointing.lighter(n_layers, compiled=False)):
+            checkpointing, step = lighter, estimate_step(learn, folder, checkpointing=lighter)
     weights = round(step.parameters * width)
     if learn.trainer.keeps_gathered and dtype == torch.bfloat16 and step.peak_bytes + weights <= room(step)[1]:
         checkpointing = checkpointing._replace(regather=False)
@@ -173,15 +166,6 @@ def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.dev
         kv_token_bytes=kv_token_bytes(hf_config, generator, learn.model.dtype),
         longest=learn.longest_row,
     )
-
-
-def fit_on(device: torch.device, settings: FitSettings, folder: Path) -> Fit | None:
-    """Estimate the memory that a configuration needs on the GPU `device`; None on a CPU, or if the model's data type is
-    not bfloat16."""
-    gpu = (
-        None if device.type == "cpu" or settings.learn.model.dtype != "bfloat16" else known_gpu(settings.learn.trainer)
-    )
-    return None if gpu is None else fit(settings, folder, gpu[1], device)
 
 
 def refuse_too_large(settings: FitSettings, folder: Path) -> Fit | None:

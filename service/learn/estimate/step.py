@@ -2,8 +2,7 @@
 
 Fake CPU tensors stand for the tensors of a GPU, because a CPU build of torch has no backward pass for fake CUDA
 tensors; with `as_on_gpu` they take the code paths of CUDA tensors. Layers run uncompiled and unfused, whatever is
-configured. Compiled or fused layers hold less than is estimated here; `service.learn.estimate.checkpointing` has the
-figures.
+configured. Compiled or fused layers hold less than is estimated here.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from service.learn.model.sharding import (
     Division,
     Rows,
     full_state_dict,
+    keep_gathered,
     local_rows,
     local_shard,
     ranks_by_node,
@@ -129,6 +130,11 @@ class Policy:
     def lighter(self) -> Checkpointing | None:
         """The next level of gradient checkpointing that takes less memory; None if there is none."""
         return self.checkpointing.lighter(len(self.model.layers), self.compiles)
+
+    def keep_gathered_weights(self) -> None:
+        """Keep the gathered weights of layers for the backward pass, which takes more memory and sends fewer bytes."""
+        self.checkpointing = self.checkpointing._replace(regather=False)
+        keep_gathered(self.model.layers)
 
     @cached_property
     def base(self) -> Base | None:

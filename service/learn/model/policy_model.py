@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -43,7 +42,7 @@ class Checkpointing(NamedTuple):
 
     @staticmethod
     def of(trainer: TrainerConfig, n_layers: int) -> Checkpointing:
-        """The level that the trainer's settings give. The values `auto` stand for the level without an estimate: no
+        """The level that the trainer's settings give. The values `auto` stand for the level of the first trial: no
         layer is checkpointed, and weights are freed and gathered again."""
         setting = trainer.gradient_checkpointing
         every = 0 if isinstance(setting, str) else int(setting)
@@ -59,14 +58,6 @@ class Checkpointing(NamedTuple):
         layers = half if self.layers < half else n_layers
         lighter = Checkpointing(layers, compiled and layers < n_layers)
         return None if lighter == self else lighter
-
-    def of_all_ranks(self) -> Checkpointing:
-        """One level for all ranks, whose GPUs may differ: the maximum of each field over the ranks. If the ranks
-        computed or gathered different layers again, they would wait for each other."""
-        asked: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(asked, self)
-        layers, elementwise, regather = map(max, zip(*asked, strict=True))
-        return Checkpointing(layers, elementwise, regather)
 
     def includes(self, layer: int, n_layers: int) -> bool:
         """True if layer number `layer` keeps only its input; these layers are spread evenly over the model."""

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -119,6 +119,13 @@ def reshard(model: nn.Module) -> None:
     weights."""
     for module in _sharded(model):
         module.reshard()
+
+
+def keep_gathered(layers: Iterable[nn.Module]) -> None:
+    """Let sharded layers keep their gathered weights from the forward pass for the backward pass."""
+    for layer in layers:
+        if isinstance(layer, FSDPModule):
+            layer.set_reshard_after_forward(False, recurse=False)
 
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:

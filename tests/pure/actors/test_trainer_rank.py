@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import psutil
 import pytest
+import ray
 import torch
 
 from actors.driver.placement import rank_options
@@ -116,37 +118,63 @@ async def test_after_a_lack_of_memory_all_ranks_load_with_less_and_it_is_said_wh
     assert loaded == [each for each in (None, Checkpointing(2), Checkpointing(2), Checkpointing(4)) for _ in range(2)]
 
 
-@pytest.mark.parametrize(("ranks", "kept"), [(1, 2), (4, 3)])
-def test_a_rank_keeps_what_all_ranks_have_room_for(monkeypatch: pytest.MonkeyPatch, ranks: int, kept: int) -> None:
-    class Loading(Exception):
-        """The policy begins to load."""
+async def test_ranks_whose_trial_lacks_memory_start_again_with_the_next_level_all_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded: list[Any] = []
+    lacks: list[Checkpointing | None] = [Checkpointing(2), Checkpointing(4)]
 
-    def load(*_: Any, checkpointing: Checkpointing, **__: Any) -> None:
-        raise Loading(checkpointing)
+    def rank(number: int) -> Any:
+        made = rank_whose_step_fails(number, loaded, OutOfMemory("", None))
 
-    monkeypatch.setattr(actor, "fit_on", lambda *_: SimpleNamespace(checkpointing=Checkpointing(2)))
-    monkeypatch.setattr(actor, "Policy", load)
-    monkeypatch.setattr(actor.dist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(actor.ray, "nodes", list)
-    monkeypatch.setattr(Checkpointing, "of_all_ranks", lambda own: Checkpointing(own.layers + 1))
-    rank = TrainerRank(Config(trainer=TrainerConfig(ranks=ranks)).model_dump_json(), 0, None, False)
-    with pytest.raises(Loading) as loading:
-        rank.load(("127.0.0.1", 1), "")
-    assert loading.value.args == (Checkpointing(kept),)
+        async def load(*arguments: Any) -> None:
+            loaded.append((number, arguments[-1]))
+            if number == 1 and lacks:
+                raise OutOfMemory("rank 1 was out of memory", lacks.pop(0))
+
+        made.load = SimpleNamespace(remote=load)
+        return made
+
+    group = TrainerGroup.of(Config(), [rank(0), rank(1)])
+
+    def kill(of: Any, no_restart: bool) -> None:
+        group._processes = []  # the processes that come back are others
+
+    monkeypatch.setattr(ray, "kill", kill)
+    await group.load(Path())
+    levels = [None, Checkpointing(2), Checkpointing(4)]
+    assert sorted(loaded, key=lambda of: of[0]) == [(number, level) for number in (0, 1) for level in levels]
+    lacks[:] = [None]
+    with pytest.raises(TrainerLost, match="rank 1 was out of memory; lower") as lost:
+        await group.load(Path())
+    assert not lost.value.is_remedied
 
 
-def test_the_first_step_of_compiled_layers_may_wait_longer_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    within: list[float] = []
-    monkeypatch.setattr(actor, "set_collective_deadline", within.append)
-    config = Config(trainer=TrainerConfig(start_deadline=600, collective_deadline=120))
-    rank = TrainerRank(config.model_dump_json(), 0, None, False)
-    rank._wait_for_compilers()
-    rank._learner, rank._supervised = SimpleNamespace(), SimpleNamespace(loss=lambda _: 0.5)  # type: ignore[assignment]
-    assert rank.supervised([], lr=None) == 0.5 and within == [600.0], "a measurement compiles no backward pass"
-    for _ in range(2):
-        with rank._stepping():
-            pass
-    assert within == [600.0, 120.0]
+@pytest.mark.parametrize("fails", [False, True])
+def test_compiled_layers_are_tried_as_they_load_before_the_deadline_of_a_step_counts(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    done: list[Any] = []
+
+    def tried(*_: Any) -> None:
+        done.append("tried")
+        if fails:
+            raise OutOfMemory("", None)
+
+    monkeypatch.setattr(actor, "take_trial", tried)
+    monkeypatch.setattr(actor, "set_collective_deadline", done.append)
+    monkeypatch.setattr(actor, "freeze_heap", lambda: None)
+    monkeypatch.setattr(actor, "Learner", lambda *_: SimpleNamespace())
+    for is_compiled in (True, False):
+        done.clear()
+        policy = SimpleNamespace(compiles=is_compiled, checkpointing=Checkpointing(0))
+        monkeypatch.setattr(actor, "Policy", lambda *_, found=policy, **__: found)
+        config = Config(trainer=TrainerConfig(ranks=1, compile=is_compiled, collective_deadline=120))
+        rank = TrainerRank(config.model_dump_json(), 0, None, False)
+        with pytest.raises(OutOfMemory) if fails and is_compiled else nullcontext():
+            rank.load(("127.0.0.1", 1), "")
+        expected = ["tried", 120.0] if is_compiled else [120.0]
+        assert done == expected[: 1 if fails and is_compiled else None]
 
 
 def rank_that_keeps(given: list[bytes]) -> Any:
