@@ -41,17 +41,6 @@ def store_url_problem(url: str) -> str | None:
     return None if parts.path.strip("/") else "needs a path of the run's own in the bucket, such as s3://bucket/run"
 
 
-def endpoint_problem(url: str) -> str | None:
-    """A text that says what is wrong with the address of a store's server; None if the address is valid. The text does
-    not repeat secrets."""
-    try:
-        parts = urlsplit(url)
-        is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        is_server = False
-    return _secret(parts) if is_server else "is no address of a server; give one like https://store:9000"
-
-
 def _secret(parts: SplitResult) -> str | None:
     if parts.username is not None or parts.password is not None:
         return "holds a user or password, which would be printed; put credentials into variables of their own"

@@ -39,7 +39,6 @@ def violations(ledger: Ledger) -> list[str]:
         found.append(f"groups are {states}, counted as {ledger.in_state}")
     for fate in (Fate.OPEN, Fate.ROLLED_BACK):
         waiting = sum(g.tokens for g in state.groups.values() if g.state not in USED and g.waiting_fate is fate)
-        waiting += sum(state.lost.values()) if fate is Fate.ROLLED_BACK else 0
         if waiting != state.fates[fate]:
             found.append(f"{waiting} tokens wait as {fate}, counted are {state.fates[fate]}")
     vacated = sum(ledger.in_state[s] for s in VACATES)

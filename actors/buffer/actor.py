@@ -24,7 +24,6 @@ from service.handoff.batches.batch import batch_of_rank
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.leases import BatchJob
-from service.handoff.ledger.events import Lost
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.steps.limits import Routing
 from service.handoff.steps.wire import encode_mini_batch
@@ -240,10 +239,9 @@ class BufferActor(Supervised):
         self._buffer.drain(reason)
         await self._settled()
 
-    async def resume(self, lost: Lost | None = None) -> None:
-        """Issue prompts again, after an `end` or a `drain`. `lost`: tokens that another process of the run had accepted
-        and that this journal lacks; they are counted as rolled back."""
-        self._buffer.resume(lost)
+    async def resume(self) -> None:
+        """Issue prompts again, after an `end` or a `drain`."""
+        self._buffer.resume()
         await self._settled()
 
     async def end(self) -> list[dict[str, Any]]:

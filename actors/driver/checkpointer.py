@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from actors.calls import call
 from service.config import Config
-from service.handoff.ledger.events import Lost
 from service.run.checkpoints import TRAINER, Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, JOURNAL
-from service.store.contents import FolderMark
 from service.store.uploads import Uploads
 
 if TYPE_CHECKING:
     from actors.driver.cluster import Cluster
 
 
-HOLD_ATTEMPTS = 3
-"""Maximum attempts to read the journal for an upload; an attempt fails if a segment is removed meanwhile."""
+UPLOAD_ATTEMPTS = 3
+"""Maximum attempts to open the journal for an upload; an attempt fails if a segment is removed meanwhile."""
 
 
 class Checkpointer:
@@ -40,8 +38,8 @@ class Checkpointer:
         self._checkpoints = Checkpoints(run_folder / CHECKPOINTS, config.trainer.keep_checkpoints)
         self._buffer, self._trainer = cluster.buffer, cluster.trainer
         self._checkpointed = checkpointed
-        self._begun: tuple[int, dict[str, Any], float] | None = None
-        """The unfinished checkpoint's step, the buffer's status at its start, and its start time (monotonic)."""
+        self._begun: tuple[int, int, float] | None = None
+        """The unfinished checkpoint's step, the journal's position at its start, and its start time (monotonic)."""
         self._completing: asyncio.Task[None] | None = None
         """The task that completes the newest checkpoint whose files are written."""
 
@@ -61,9 +59,7 @@ class Checkpointer:
         """
         status = await call(self._buffer.status, who="the buffer")
         manifest.check_journal(status["journal_synced"], self._run / JOURNAL)
-        mark = FolderMark.read(self._run)
-        lost = None if mark is None or mark.lost is None else Lost(*mark.lost)
-        await call(self._buffer.resume, lost, who="the buffer")
+        await call(self._buffer.resume, who="the buffer")
         # Again, because the journal may not have it: a restored journal ends earlier, or the run was killed before.
         kept = await asyncio.to_thread(self._checkpoints.steps)
         await call(self._buffer.covered, manifest.step, min([manifest.step, *kept]), who="the buffer")
@@ -75,19 +71,10 @@ class Checkpointer:
         if newest is not None and newest.step == step:  # writing it again would delete the complete one first
             return
         at = time.monotonic()
-        status = await self._status()
+        status = await call(self._buffer.status, who="the buffer")
         folder = await asyncio.to_thread(self._checkpoints.begin, step)
         await self._trainer.save(folder / TRAINER)
-        self._begun = step, status, at
-
-    async def _status(self) -> dict[str, Any]:
-        """Return the buffer's status; if checkpoints are uploaded, its journal is kept for the upload."""
-        for _ in range(HOLD_ATTEMPTS):
-            status: dict[str, Any] = await call(self._buffer.status, who="the buffer")
-            begins, ends = status["journal_start"], status["journal_synced"]
-            if self._uploads is None or await asyncio.to_thread(self._uploads.hold_journal, begins, ends):
-                break
-        return status
+        self._begun = step, status["journal_synced"], at
 
     async def settle(self) -> None:
         """Wait for the files of the unfinished checkpoint, write its manifest, and notify the buffer."""
@@ -97,20 +84,20 @@ class Checkpointer:
         self._completing = asyncio.ensure_future(self._complete(*self._begun))
         await asyncio.shield(self._completing)  # the files are complete, also if the trainer is lost now
 
-    async def _complete(self, step: int, status: dict[str, Any], at: float) -> None:
-        oldest_kept = await asyncio.to_thread(self._checkpoints.finish, step, status["journal_synced"])
+    async def _complete(self, step: int, journal_position: int, at: float) -> None:
+        oldest_kept = await asyncio.to_thread(self._checkpoints.finish, step, journal_position)
         await call(self._buffer.covered, step, oldest_kept, who="the buffer")
         self._checkpointed(step, at)
         if self._uploads is not None:
-            await asyncio.to_thread(self._uploads.checkpoint, step, status["accepted_tokens"])
+            await self._upload(self._uploads, step)
         self._begun = None
 
-    async def note_reached(self, step: int) -> None:
-        """Write the step and the number of accepted tokens to the object store, if there is one, unless this was done
-        recently. A run that resumes from an older checkpoint of the store needs both to count what was lost."""
-        if self._uploads is not None and self._uploads.reached_is_due:
+    async def _upload(self, uploads: Uploads, step: int) -> None:
+        for _ in range(UPLOAD_ATTEMPTS):
             status = await call(self._buffer.status, who="the buffer")
-            self._uploads.reached(step, status["accepted_tokens"])
+            journal = status["journal_start"], status["journal_synced"]
+            if await asyncio.to_thread(uploads.checkpoint, step, *journal):
+                return
 
     @property
     def completes(self) -> bool:

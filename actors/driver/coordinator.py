@@ -354,7 +354,6 @@ class Coordinator:
         line = self._progress.stepped(self._version, leased.metrics, measured, generators)
         self._telemetry.stepped(self._version, line, self._progress.seconds_left, self._progress.not_learning)
         await self._targets.write()
-        await self._checkpoints.note_reached(self._version.step)
 
     async def _evaluate(self, is_due: bool) -> None:
         """Evaluate the weights if an evaluation is due, either beside training or while training waits."""

@@ -48,8 +48,7 @@ from service.run.phases import phase, say
 from service.run.progress import end_early
 from service.run.resuming import changed_settings
 from service.run.writer import RunWriter
-from service.store.objects import open_store
-from service.store.uploads import Uploads, claim_store
+from service.store.uploads import Uploads, begin_uploads
 
 UPLOAD_QUIET_SECONDS = 1.0
 """Seconds after which a line says that the last uploads are still in progress."""
@@ -128,7 +127,8 @@ def _run(
                 check_checkpoint(config.model.lora, prepared.base, checkpoints.path(manifest.step))
             uploads = None
             if (url := config.run.store) is not None:
-                uploads = claim_store(open_store(url, create=True), folder.path, kept, config.run.store_deadline, say)
+                step = None if manifest is None else manifest.step
+                uploads = begin_uploads(url, folder.path, step, kept, config.run.store_deadline, say)
         except UserError:
             if manifest is None:
                 shutil.rmtree(folder.path)

@@ -98,7 +98,8 @@ class RunConfig(Section):
     """Address of an object store, such as `s3://bucket/run`, to which checkpoints and the final weights are uploaded;
     needs the package obstore. Credentials are read from environment variables."""
     store_deadline: Seconds = 600.0
-    """Seconds without progress of the uploads after which a run that has ended stops waiting for them."""
+    """Seconds for which a request to the object store that fails is repeated. Then the checkpoint is given up, and the
+    next one is uploaded."""
 
 
 class MakeModelConfig(Section):

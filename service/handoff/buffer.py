@@ -294,11 +294,8 @@ class Buffer:
             for group_id in list(self.ledger.unassigned):
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
 
-    def resume(self, lost: events.Lost | None = None) -> None:
-        """Issue prompts again after `drain`. `lost`: the event for tokens that an earlier process accepted, and that
-        were lost with its disk."""
-        if lost is not None and lost.owner not in self.ledger.state.lost:
-            self._record.add(lost)
+    def resume(self) -> None:
+        """Issue prompts again after `drain`."""
         if self.ledger.state.draining is not None:
             self._record.add(events.Drained(None))
 

@@ -15,8 +15,7 @@ warm_start/         with `model.lora`: the warm-started base model to which the 
 final/              the final weights, a Hugging Face folder, or the adapter in PEFT's form
 logs/               what each part of the run prints: `driver.log`, `generator-0.log`, ...
 summary.json        how the run ended
-uploads/            links to files that are to be uploaded to `run.store`
-store.json          which run `run.store` holds, and which process wrote into it last
+store.json          the id of the run, with `run.store`
 session_secret      if agents call the policy: the secret from which the keys of their sessions are derived
 ended_sessions_0    generator 0's most recently ended sessions, with digests of the request bodies that ended them
 """
@@ -50,6 +49,7 @@ TRAJECTORIES = "trajectories.jsonl"
 TRAJECTORIES_BYTES = 64 << 20
 """Size in bytes above which nothing more is appended to `trajectories.jsonl`."""
 EVALUATIONS = "evaluations.jsonl"
+CURVE = "learning_curve.png"
 TIMELINE = "timeline"
 ADDRESS = "address.json"
 REVISIONS = "revisions.json"
@@ -62,7 +62,6 @@ WARM_START = "warm_start"
 FINAL = "final"
 BEST = "best"
 LOGS = "logs"
-UPLOADS = "uploads"
 STORE_MARK = "store.json"
 TARGETS = ".prometheus"
 """Folder beside the run folders; for each running run it has a file of scrape targets for Prometheus."""

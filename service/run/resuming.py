@@ -16,7 +16,7 @@ from service.config import Config, RunConfig, TrainerConfig, load
 from service.config.source import read_sources
 from service.errors import UserError
 from service.files import recover_folder
-from service.run.checkpoints import Checkpoints, Manifest
+from service.run.checkpoints import MANIFEST, Checkpoints, Manifest
 from service.run.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -70,7 +70,8 @@ def folder_to_resume(
 def _is_to_be_restored(folder: Path) -> bool:
     """Whether a run's folder is restored from its store: it has neither checkpoint nor journal, or the process that
     restored it was killed before the checkpoint was there (`service.store.fetch`)."""
-    has_checkpoint, has_journal = (any((folder / name).glob("*")) for name in (CHECKPOINTS, JOURNAL))
+    has_checkpoint = any((folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
+    has_journal = any((folder / JOURNAL).glob("*"))
     return not has_checkpoint and (not has_journal or (folder / STORE_MARK).exists())
 
 

@@ -1,280 +1,229 @@
 """Uploads a run's checkpoints while training continues, and at the end its final weights.
 
-    begin step 40     hold_journal     links to the journal, up to the position of the checkpoint
-    step 40 durable   checkpoint       links to its files; a thread uploads them, its manifest last
+    step 40 durable   checkpoint       opens its files and the journal; a thread uploads them, the manifest last
     end of the run    ended, finish    final/ and how the run ended; waits until everything is there
 
-An upload that fails is tried again, with backoff, until it succeeds or a newer checkpoint takes its place.
+An open file stays readable after it is deleted, so an upload may take longer than its checkpoint is kept on the disk.
+Requests that fail are repeated for `run.store_deadline` seconds; then the checkpoint is given up, and the next one is
+uploaded.
 """
 
 from __future__ import annotations
 
-import shutil
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import count
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from queue import SimpleQueue
+from typing import BinaryIO, NamedTuple
 
-from service.backoff import Backoff
+import xxhash
+
 from service.errors import RunFailed, StoreFailed, UserError
 from service.observe.status import Uploaded
-from service.run.folder import BEST, EVALUATIONS, FINAL, METRICS, SUMMARY, TRAJECTORIES, UPLOADS
-from service.store.contents import RunMark, claimed
-from service.store.objects import Objects
-from service.store.staging import Staged, as_it_is, link_checkpoint, link_journal
-from service.store.writing import StoreWriter, TakenOver
+from service.run import folder as names
+from service.run.checkpoints import MANIFEST, PREFIX, Manifest
+from service.store.manifest import Damaged, StoredCheckpoint, StoredFile, manifest_name, run_id, stored_steps
+from service.store.objects import Objects, open_store
 
-REACHED_SECONDS = 30.0
-"""Minimum seconds between two writes of the newest step to the store."""
-POLL_SECONDS = 0.02
-BACKOFF = Backoff(1.0, 60.0)
-"""Pauses after failed attempts; an attempt that stored at least one file counts as progress."""
-ENDS = (METRICS, EVALUATIONS, TRAJECTORIES, "learning_curve.png", SUMMARY)
-"""Files of the run's folder that are uploaded at the end of the run; the summary comes last."""
+READ_BYTES = 8 << 20
+WITH_CHECKPOINT = (names.CONFIG, names.METRICS, names.EVALUATIONS, names.DATA, names.MODEL, names.WARM_START)
+"""Files and folders of the run that it needs to continue, besides the checkpoint and the journal."""
+ENDS = (names.BEST, names.FINAL, names.METRICS, names.EVALUATIONS, names.TRAJECTORIES, names.CURVE, names.SUMMARY)
+"""Files and folders that are uploaded at the end of the run; the summary comes last."""
 
 
-@dataclass(eq=False)
-class _Job:
-    """One upload: of a checkpoint, of the run's results, or (without files) of its progress."""
+class _Upload(NamedTuple):
+    """The upload of a checkpoint, or of the end of the run (`step` None)."""
 
-    what: str
-    files: list[Staged]
-    step: int | None = None
-    """The checkpoint's step; None if the upload is not of a checkpoint."""
-    folder: Path | None = None
-    """The folder with the links to the upload's files."""
-    accepted_tokens: int = 0
-    done: set[str] = field(default_factory=set)
-    """Paths of files that are in the store."""
+    step: int | None
+    files: dict[str, tuple[BinaryIO, int]]
+    """The open file and the number of bytes to upload, by the path in the run's folder."""
+    held: ExitStack
 
-    def left(self) -> str:
-        """Description of what is not uploaded yet."""
-        left = [staged.size for staged in self.files if staged.path not in self.done]
-        return f"{self.what} ({len(left)} of {len(self.files)} files, {sum(left) / 1e6:.0f} MB)"
+    @property
+    def what(self) -> str:
+        return "the final weights" if self.step is None else f"the checkpoint of step {self.step}"
 
 
-def claim_store(objects: Objects, run: Path, keep: int, deadline: float, say: Callable[[str], None]) -> Uploads:
-    """Claim a store for the run in the folder `run`, and start the thread that uploads. The other arguments are
-    described at `Uploads`.
+def begin_uploads(
+    url: str, run: Path, step: int | None, keep: int, deadline: float, say: Callable[[str], None]
+) -> Uploads:
+    """Check the store at an address. `step`: the checkpoint from which the run continues; None: it is a new run.
+    `deadline`: seconds for which a request is repeated. The other arguments are described at `Uploads`.
 
     Raises:
-        UserError: the store cannot be used, or belongs to another run, or another process continued this run from it.
+        UserError: the store cannot be read, or holds another run, or newer checkpoints of this run.
     """
+    objects, again = (
+        open_store(url, create=True),
+        f"give another place, or go on with that run: baton run --resume {url}",
+    )
     try:
-        return Uploads(objects, run, claimed(objects, run), keep, deadline, say)
-    except StoreFailed as error:
+        found = objects.sizes()
+        newest = next(iter(stored_steps(found)), None)
+        if step is None and any(not name.startswith(PREFIX) for name in found):
+            raise UserError(f"run.store: {url} holds other files ({min(found)}, ...); {again}")
+        if newest is not None and StoredCheckpoint.read(objects, newest).run != run_id(run):
+            raise UserError(f"run.store: {url} holds another run; {again}")
+        if newest is not None and step is not None and newest > step:
+            raise UserError(f"run.store: {url} has step {newest}, and {run} only step {step}; {again}")
+    except (StoreFailed, Damaged) as error:
         raise UserError(f"run.store: {error}") from None
+    return Uploads(open_store(url, within=deadline), run, newest, keep, say)
 
 
 class Uploads:
     """Uploads checkpoints and final weights in a thread. One upload is in progress at a time, and one checkpoint may
     wait; a newer checkpoint replaces the waiting one.
 
-    All methods must be called from the same thread.
+    All methods must be called from the same thread. `checkpoint` and `finish` raise `RunFailed` if another process has
+    written checkpoints of the run to the store.
     """
 
-    def __init__(
-        self, objects: Objects, run: Path, mark: RunMark, keep: int, deadline: float, say: Callable[[str], None]
-    ) -> None:
-        """`keep`: number of checkpoints that the store keeps. `deadline`: seconds without an uploaded byte after which
-        `finish` stops waiting."""
+    def __init__(self, objects: Objects, run: Path, newest: int | None, keep: int, say: Callable[[str], None]) -> None:
+        """`newest`: the newest checkpoint in the store. `keep`: number of checkpoints that the store keeps."""
         self.url = objects.url
-        self._run, self._say, self._deadline = run, say, deadline
-        self._writer = StoreWriter(objects, mark, keep, self._uploaded)
-        self._folders = (run / UPLOADS / str(number) for number in count())
-        self._held: tuple[Path, list[Staged]] | None = None
-        """The folder with the journal's links, and its files, for the checkpoint that was begun."""
-        self._jobs: list[_Job] = []
-        """Uploads that have not ended, oldest first."""
-        self._under_way: _Job | None = None
+        self._objects, self._run, self._keep, self._say = objects, run, keep, say
+        self._id, self._writer = run_id(run), uuid.uuid4().hex
+        self._jobs: list[_Upload] = []
+        """Uploads that have not ended; the first one is in progress."""
         self._lock = threading.Lock()
-        """Guards `_jobs` and `_under_way`."""
-        self._queue = SimpleQueue[_Job]()
-        self._came = threading.Event()
-        """Set to end a pause: another upload was added, or the run no longer waits."""
-        self._is_over = False
+        """Guards `_jobs`."""
+        self._thread = threading.Thread()
         self._broken: Exception | None = None
-        """Why nothing is uploaded any more: `TakenOver`, or a bug."""
-        self._reached_at = -REACHED_SECONDS
-        self._keeps_old = False
-        """Whether a deletion of old checkpoints has failed."""
-        self.status = Uploaded(self._writer.newest, 0, 0, "")
+        """Why nothing is uploaded any more."""
+        self._lacks: list[str] = []
+        """What was given up at the end."""
+        self.status = Uploaded(newest, 0, 0, "")
         """The state of the uploads."""
-        self._progress = time.monotonic()
-        """Time at which bytes were last uploaded."""
-        shutil.rmtree(run / UPLOADS, ignore_errors=True)
-        threading.Thread(target=self._work, name="uploads", daemon=True).start()
 
-    # -- what the run calls -------------------------------------------------------------------------------------------
-
-    def hold_journal(self, start: int, position: int) -> bool:
-        """Keep the journal from `start` to `position`, through links, for the checkpoint that begins now. Returns False
-        if this failed, for example because segments were removed."""
-        if self._held is not None:  # links of an abandoned checkpoint
-            shutil.rmtree(self._held[0], ignore_errors=True)
-        folder = next(self._folders)
-        held = self._linked(folder, lambda: link_journal(self._run, folder, start, position))
-        self._held = None if held is None else (folder, held)
-        return held is not None
-
-    def checkpoint(self, step: int, accepted_tokens: int) -> None:
-        """Upload a durable checkpoint in the background, with the journal that the last call of `hold_journal` kept."""
-        if self._held is None:
-            return self._failed("the journal is not in the run folder here, so the checkpoint would be of no use")
-        (folder, journal), self._held = self._held, None
-        files = self._linked(folder, lambda: link_checkpoint(self._run, folder, step))
-        if files is not None:
-            self._add(_Job(f"the checkpoint of step {step}", [*files, *journal], step, folder, accepted_tokens))
+    def checkpoint(self, step: int, start: int, end: int) -> bool:
+        """Upload a durable checkpoint in the background, with the journal from position `start` to `end`. Returns False
+        if files are not there: they were removed meanwhile, or the journal is on another machine."""
+        folder = self._run / names.CHECKPOINTS / f"{PREFIX}{step}"
+        try:
+            segments = {int(path.stem): path for path in (self._run / names.JOURNAL).glob("*.journal")}
+            starts = sorted(at for at in segments if start <= at < end)
+            if starts[:1] != [start]:
+                raise FileNotFoundError(0, "a part of the journal is not there", str(self._run / names.JOURNAL))
+            files = {segments[at]: until - at for at, until in zip(starts, [*starts[1:], end], strict=True)}
+            own = Manifest.model_validate_json((folder / MANIFEST).read_bytes()).files
+            files |= {folder / name: file.bytes for name, file in own.items()}
+            others = [folder / MANIFEST, *self._files(WITH_CHECKPOINT)]
+            self._add(step, files | {file: file.stat().st_size for file in others})
+        except OSError as error:
+            self._failed(f"the checkpoint of step {step} is not uploaded: {error.filename}: {error.strerror}")
+            return False
+        return True
 
     def ended(self) -> None:
         """Upload the final and the best weights, and the files that say how the run ended (`ENDS`). To be called when
         all of them are written."""
-        weights = [file for name in (BEST, FINAL) for file in sorted((self._run / name).rglob("*"))]
-        files = [*weights, *(self._run / name for name in ENDS)]
-        staged = [as_it_is(self._run, file, shared=False) for file in files if file.is_file()]
-        self._add(_Job("the final weights", staged))
-
-    @property
-    def reached_is_due(self) -> bool:
-        """True if the newest step should be written to the store again, because enough time has passed."""
-        return time.monotonic() - self._reached_at >= REACHED_SECONDS
-
-    def reached(self, step: int, accepted_tokens: int) -> None:
-        """Write the newest step and the number of accepted tokens to the store, in the background."""
-        self._reached_at = time.monotonic()
-        self._queue.put(_Job("", [], step, accepted_tokens=accepted_tokens))
+        self._add(None, {file: file.stat().st_size for file in self._files(ENDS)})
 
     def left(self) -> str:
         """A text that lists what is not uploaded yet."""
-        return ", ".join(job.left() for job in self._jobs)
+        return " and ".join(job.what for job in self._jobs)
 
     def finish(self) -> None:
-        """Wait until everything is uploaded; stop waiting if no byte is uploaded for the deadline.
+        """Wait until every upload has ended.
 
         Raises:
             RunFailed: something is not uploaded; the message names it and the reason.
         """
-        self._progress = time.monotonic()
-        while self._jobs and time.monotonic() - self._progress < self._deadline:
-            time.sleep(POLL_SECONDS)
-        self._is_over = True
-        self._came.set()
-        self._queue.put(_Job("", []))
-        missing = " and ".join(job.what for job in self._jobs)
-        if isinstance(self._broken, TakenOver):
-            raise RunFailed(str(self._broken))
+        if self._thread.ident is not None:
+            self._thread.join()
         if self._broken is not None:
             raise self._broken
-        if missing:
-            why = self.status.failing or f"no byte was uploaded for {self._deadline:g} s"
-            raise RunFailed(f"{self.url} lacks {missing}, which only {self._run} has now: {why}")
-        shutil.rmtree(self._run / UPLOADS, ignore_errors=True)
+        if self._lacks:
+            lacks, why = " and ".join(self._lacks), self.status.failing
+            raise RunFailed(f"{self.url} lacks {lacks}, which only {self._run} has now: {why}")
 
-    def _linked(self, folder: Path, link: Callable[[], list[Staged] | None]) -> list[Staged] | None:
-        """The result of `link`, which links files into a folder; if the disk fails, the upload is lost but the run
-        continues."""
-        try:
-            linked = link()
-        except OSError as error:
-            self._failed(f"{error.filename or folder}: {error.strerror}")
-            linked = None
-        if linked is None:
-            shutil.rmtree(folder, ignore_errors=True)
-        return linked
+    def _files(self, wanted: tuple[str, ...]) -> list[Path]:
+        found = [file for name in wanted for file in (self._run / name, *sorted((self._run / name).rglob("*")))]
+        return [file for file in found if file.is_file()]
 
-    def _add(self, job: _Job) -> None:
-        if self._broken is not None and not isinstance(self._broken, TakenOver):
+    def _add(self, step: int | None, sizes: Mapping[Path, int]) -> None:
+        """Open files, and queue the upload of so many bytes from the beginning of each."""
+        if self._broken is not None:
             raise self._broken
+        with ExitStack() as held:
+            files = dict[str, tuple[BinaryIO, int]]()
+            for file, size in sizes.items():
+                files[str(file.relative_to(self._run))] = held.enter_context(file.open("rb")), size
+            job = _Upload(step, files, held.pop_all())
         with self._lock:
+            for replaced in self._jobs[1:]:
+                if step is not None and replaced.step is not None:
+                    self._end(replaced)
             self._jobs.append(job)
-            for waiting in [one for one in self._jobs if one is not self._under_way and self._is_old(one)]:
-                self._end(waiting)
-        self._queue.put(job)
-        self._came.set()
+            if len(self._jobs) == 1:
+                self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
+                self._thread.start()
+
+    def _end(self, job: _Upload) -> None:
+        self._jobs.remove(job)
+        job.held.close()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        failures = 0
-        while True:
-            job = self._queue.get()
-            if self._is_over:
-                return
-            with self._lock:
-                if job.files and job not in self._jobs:
-                    continue
-                self._under_way = job
-            stored = len(job.done)
+        """Upload until nothing waits."""
+        while self._jobs and self._broken is None:
+            job = self._jobs[0]
             try:
-                succeeded = self._broken is not None or self._succeeds(job)
-                if job.files:  # a note of progress says nothing about a checkpoint that waits
-                    failures = 0 if succeeded else 1 if len(job.done) > stored else failures + 1
-            except TakenOver as error:
-                self._say(f"{error}; this process uploads no more")
-                self._broken, self.status = error, self.status._replace(failing=str(error))
+                self._upload(job)
+                if job.step is not None:  # a newer checkpoint stands in for those that were given up
+                    self._lacks.clear()
+                    self.status = self.status._replace(failing="", step=job.step)
+            except (StoreFailed, Damaged, OSError) as error:
+                self._lacks.append(job.what)
+                self._failed(f"{job.what} is not uploaded: {error}")
             except Exception as error:  # noqa: BLE001 - raised by the next call of the run
-                self._broken = error
+                self._broken, self.status = error, self.status._replace(failing=str(error))
             with self._lock:
-                self._under_way = None
-                if not failures or self._broken is not None or not job.files or self._is_old(job):
-                    self._end(job)
-                    continue
-            self._came.wait(BACKOFF.pause(failures))
-            self._came.clear()
-            self._queue.put(job)
+                self._end(job)
 
-    def _succeeds(self, job: _Job) -> bool:
-        try:
-            self._upload(job)
-        except (StoreFailed, OSError) as error:
-            self._failed(f"{job.what} is not uploaded: {error}" if job.what else str(error))
-            return False
-        if job.files or not self._jobs:
-            if self.status.failing:
-                self._say(f"{self.url}: uploads succeed again")
-            self.status = self.status._replace(failing="")
-        return True
-
-    def _upload(self, job: _Job) -> None:
-        if job.step is not None and not job.files:
-            return self._writer.note(job.step, job.accepted_tokens)
-        files = self._writer.put(job.files, job.done)
+    def _upload(self, job: _Upload) -> None:
+        manifest = StoredCheckpoint(run=self._id, writer=self._writer, step=job.step or 0, files={})
         if job.step is not None:
-            self._writer.complete(job.step, job.accepted_tokens, files)
-            self.status = self.status._replace(step=job.step)
+            self._check_sole(job.step)
+        for path, (opened, size) in job.files.items():
+            hasher = xxhash.xxh3_64()
+            name = path if job.step is None else manifest.object_of(path)
+            self._objects.put(name, self._chunks(opened, size, hasher), size)
+            manifest.files[path] = StoredFile(bytes=size, xxh3_64=hasher.hexdigest())
+            self.status = self.status._replace(bytes=self.status.bytes + size)
+        if job.step is not None:
+            data = manifest.model_dump_json(indent=1).encode()
+            while not self._objects.create(manifest_name(job.step), data):
+                self._check_sole(job.step)
+                self._objects.delete([manifest_name(job.step)])  # of a checkpoint that the run has undone since
             self._sweep(job.step)
 
+    def _chunks(self, opened: BinaryIO, left: int, hasher: xxhash.xxh3_64) -> Iterator[bytes]:
+        while left > 0 and (chunk := opened.read(min(READ_BYTES, left))):
+            hasher.update(chunk)
+            yield chunk
+            left -= len(chunk)
+
+    def _check_sole(self, step: int) -> None:
+        """Check that no other process has written a checkpoint of this step or a later one."""
+        for found in stored_steps(self._objects.sizes()):
+            if found >= step and StoredCheckpoint.read(self._objects, found).writer != self._writer:
+                raise RunFailed(f"{self.url} has the checkpoint of step {found} from another process of this run")
+
     def _sweep(self, step: int) -> None:
-        """Delete old checkpoints, if the store permits that: the new checkpoint is complete in any case."""
+        """Delete checkpoints that are too old or were undone, if the store permits that; each manifest first."""
+        found = self._objects.sizes()
+        kept = {f"{PREFIX}{one}" for one in [one for one in stored_steps(found) if one <= step][: self._keep]}
+        old = [name for name in found if name.startswith(PREFIX) and name.partition("/")[0] not in kept]
         try:
-            self._writer.sweep(step)
+            self._objects.delete(sorted(old, key=lambda name: name.count("/")))
         except StoreFailed as error:
-            self.status = self.status._replace(failures=self.status.failures + 1)
-            if not self._keeps_old:
-                self._say(f"what is too old is not deleted: {error}; uploads go on")
-            self._keeps_old = True
-
-    def _uploaded(self, n_bytes: int) -> None:
-        self._progress = time.monotonic()
-        self.status = self.status._replace(bytes=self.status.bytes + n_bytes)
-
-    def _is_old(self, job: _Job) -> bool:
-        """Whether a newer checkpoint waits."""
-        steps = [other.step for other in self._jobs if other.step is not None]
-        return job.step is not None and bool(steps) and job.step != steps[-1]
-
-    def _end(self, job: _Job) -> None:
-        """End an upload that is complete or no longer needed; deletes its links."""
-        if job in self._jobs:
-            self._jobs.remove(job)
-        if job.folder is not None:
-            shutil.rmtree(job.folder, ignore_errors=True)
+            self._say(f"what is too old is not deleted: {error}; uploads go on")
 
     def _failed(self, why: str) -> None:
-        """Count a failed attempt; prints only the first of several."""
-        if not self.status.failing:
-            self._say(f"{why}; training goes on, and the upload is tried again")
+        self._say(f"{why}; training goes on, and the next checkpoint is uploaded again")
         self.status = self.status._replace(failures=self.status.failures + 1, failing=why)

@@ -209,15 +209,6 @@ class Covered(Event, frozen=True):
     oldest_kept: int
 
 
-class Lost(Event, frozen=True):
-    """A run continues from a checkpoint in an object store: steps accepted after that checkpoint are not in this
-    journal."""
-
-    owner: str
-    """The name of the process that had accepted the steps."""
-    tokens: int
-
-
 class Drained(Event, frozen=True):
     """The buffer stops issuing prompts or, if `reason` is None, issues prompts again."""
 

@@ -150,11 +150,6 @@ class Ledger:
     def _drained(self, event: events.Drained) -> None:
         self.state.draining = event.reason
 
-    def _lost(self, event: events.Lost) -> None:
-        self.state.lost[event.owner] = event.tokens
-        self.state.accepted += event.tokens
-        self.state.fates[Fate.ROLLED_BACK] += event.tokens
-
     # -- from issue to completion -------------------------------------------------------------------------------------
 
     def _issued(self, event: events.Issued) -> None:

@@ -245,5 +245,3 @@ class State:
     """The next place in the order in which prompts are issued."""
     successes: dict[int, Success] = field(default_factory=dict)
     """The success so far of each dataset row's prompt; empty without a curriculum."""
-    lost: dict[str, int] = field(default_factory=dict)
-    """For each process, the tokens that it accepted and lost with its disk; these tokens count as rolled back."""

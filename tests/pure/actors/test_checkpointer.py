@@ -14,19 +14,21 @@ from service.config import load
 from service.handoff.ledger.lifecycle import Fate
 from service.run.folder import CHECKPOINTS, CONFIG
 from service.run.resuming import resumed
-from service.store import fetch
 from tests.pure.actors.fakes import Method
-from tests.pure.store.memory import MemoryObjects
 from tests.pure.store.scripted import ScriptedRun, settings
 
 
-def test_the_tokens_of_a_restored_run_count_as_trained_although_its_journal_ends_before_that(tmp_path: Path) -> None:
-    objects, runs = MemoryObjects(), tmp_path / "second"
-    ScriptedRun(tmp_path / "first" / "scripted", settings(tmp_path / "first"), objects).train(4)
-    folder = fetch.fetched(objects, lambda file: load([file], [f"run.dir={runs}"]).config, print)
+def test_the_tokens_of_a_run_that_was_killed_before_the_buffer_knew_of_its_checkpoint_count_as_trained(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "scripted"
+    killed = ScriptedRun(folder, settings(tmp_path), None)
+    killed.world.buffer.covered = lambda step, oldest_kept: None  # type: ignore[method-assign]
+    killed.train(4)
+    killed.world.journal.close()
     config = load([folder / CONFIG]).config
     with resumed(config.run, config.trainer, folder) as manifest:
-        run = ScriptedRun(folder, config, objects, manifest)
+        run = ScriptedRun(folder, config, None, manifest)
     buffer = run.world.buffer
     assert buffer.ledger.state.fates[Fate.STEPPED] > 0
 

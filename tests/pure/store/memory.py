@@ -16,7 +16,6 @@ class MemoryObjects(Objects):
         self.held = {} if held is None else held
         self.fails: Callable[[str, str], bool] = lambda doing, name: False
         """Is asked with (`put`, `cut` after half of an object, `done` after a put, `get`, `delete`) and the name."""
-        self.puts: list[str] = []
 
     def put(self, name: str, chunks: Iterable[bytes], size: int) -> None:
         self._ask("put", name)
@@ -24,8 +23,13 @@ class MemoryObjects(Objects):
         assert len(data) == size, f"{name} has {len(data)} bytes, announced were {size}"
         self._ask("cut", name)
         self.held[name] = data
-        self.puts.append(name)
         self._ask("done", name)
+
+    def create(self, name: str, data: bytes) -> bool:
+        self._ask("put", name)
+        made = self.held.setdefault(name, data) == data
+        self._ask("done", name)
+        return made
 
     def get(self, name: str) -> Iterator[bytes]:
         self._ask("get", name)

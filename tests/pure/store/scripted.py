@@ -11,15 +11,16 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from service.config import Config, resolved_yaml
-from service.handoff.ledger.events import Lost
 from service.handoff.verbs import Assignment, Wait
 from service.run.checkpoints import TRAINER, Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, METRICS, SUMMARY
 from service.run.writer import RunWriter
-from service.store.contents import FolderMark
+from service.store import uploads as uploading
 from service.store.objects import Objects
-from service.store.uploads import Uploads, claim_store
+from service.store.uploads import Uploads, begin_uploads
 from service.types import MiniBatch, PolicyVersion
 from tests.invariant import violations
 from tests.pure.buffer.world import World, config
@@ -42,8 +43,13 @@ def settings(runs: Path, **run: object) -> Config:
     )
 
 
-def claim(objects: Objects, of: Config, folder: Path, say: Callable[[str], None] = print) -> Uploads:
-    return claim_store(objects, folder, of.trainer.keep_checkpoints, of.run.store_deadline, say)
+def begun_uploads(
+    objects: Objects, of: Config, folder: Path, step: int | None, say: Callable[[str], None] = print
+) -> Uploads:
+    """The uploads of a run to a store, which is opened already."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(uploading, "open_store", lambda url, **how: objects)
+        return begin_uploads(objects.url, folder, step, of.trainer.keep_checkpoints, of.run.store_deadline, say)
 
 
 class ScriptedRun:
@@ -56,9 +62,10 @@ class ScriptedRun:
         """Called after every checkpoint."""
         self.writer = RunWriter(folder)
         (folder / CONFIG).write_text(resolved_yaml(of))
-        self.claimed: Uploads | None = None
+        self.uploading: Uploads | None = None
         if objects is not None:
-            self.claimed = claim(objects, of, folder, self.said.append)
+            step = None if resume_from is None else resume_from.step
+            self.uploading = begun_uploads(objects, of, folder, step, self.said.append)
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, of.trainer.keep_checkpoints)
         self.world = World(folder / JOURNAL, of, segment_bytes=SEGMENT_BYTES)
         self.step, self.weight, self.ahead = 0, 1.0, list[Assignment]()
@@ -66,8 +73,7 @@ class ScriptedRun:
             self._checkpoint()
             return
         resume_from.check_journal(self.world.journal.synced, folder / JOURNAL)
-        mark = FolderMark.read(folder)
-        self.world.buffer.resume(None if mark is None or mark.lost is None else Lost(*mark.lost))
+        self.world.buffer.resume()
         self.step = resume_from.step
         (self.weight,) = struct.unpack("<d", (self.checkpoints.path(self.step) / TRAINER / WEIGHTS).read_bytes())
         self.world.trainer_incarnation = self.world.buffer.join("trainer", "trainer", self.step)
@@ -75,8 +81,8 @@ class ScriptedRun:
 
     @property
     def uploads(self) -> Uploads:
-        assert self.claimed is not None
-        return self.claimed
+        assert self.uploading is not None
+        return self.uploading
 
     @property
     def version(self) -> PolicyVersion:
@@ -101,7 +107,7 @@ class ScriptedRun:
         (self.folder / FINAL).mkdir()
         (self.folder / FINAL / "model.safetensors").write_bytes(struct.pack("<d", self.weight))
         (self.folder / SUMMARY).write_text(json.dumps({"weight": self.weight}))
-        if self.claimed is not None:
+        if self.uploading is not None:
             self.uploads.ended()
             self.uploads.finish()
 
@@ -124,16 +130,16 @@ class ScriptedRun:
         status = self.world.buffer.status()
         folder = self.checkpoints.begin(self.step) / TRAINER
         folder.mkdir()
-        if self.claimed is not None:
-            assert self.claimed.hold_journal(status.journal_start, status.journal_synced)
         work = self.world.generator.claim(self.version)  # goes on while the checkpoint is written
         self.ahead += [work] if isinstance(work, Assignment) else []
         (folder / WEIGHTS).write_bytes(struct.pack("<d", self.weight))
         oldest = self.checkpoints.finish(self.step, status.journal_synced)
         self.world.buffer.covered(self.step, oldest)
-        if self.claimed is not None:
-            self.uploads.checkpoint(self.step, status.accepted_tokens)
+        if self.uploading is not None:
+            self.world.journal.sync()
+            status = self.world.buffer.status()
+            assert self.uploads.checkpoint(self.step, status.journal_start, status.journal_synced)
             self.settles()
 
     def _until_uploaded(self) -> None:
-        until(lambda: not self.uploads.left() or bool(self.uploads.status.failing))
+        until(lambda: not self.uploads.left())

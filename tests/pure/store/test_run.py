@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from service.config import Config, load_config
 from service.errors import RunFailed, UserError
 from service.run.folder import FINAL, SUMMARY
 from service.run.writer import RunWriter
-from service.store.uploads import Uploads
+from service.store import uploads as uploading
 from tests.pure.store.memory import MemoryObjects
 
 SUMMARY_OF_RUN = {"state": "finished", "steps": 3}
@@ -32,7 +31,7 @@ def trained(config: Config, folder: RunWriter, *others: object) -> int:
 @pytest.fixture
 def objects(monkeypatch: pytest.MonkeyPatch) -> MemoryObjects:
     store = MemoryObjects()
-    monkeypatch.setattr(running, "open_store", lambda url, create: store)
+    monkeypatch.setattr(uploading, "open_store", lambda url, **how: store)
     monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
     monkeypatch.setattr(running, "refuse_open_ray", lambda environment, insecure: None)
     monkeypatch.setattr(running, "_run_on_ray", trained)
@@ -41,7 +40,7 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> MemoryObjects:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    settings = [f"run.dir={tmp_path}", "run.store=s3://bucket/run", "run.store_deadline=0.05", "model.warm_start=null"]
+    settings = [f"run.dir={tmp_path}", "run.store=s3://bucket/run", "model.warm_start=null"]
     return load_config([Path("configs/quickstart.yaml")], settings)
 
 
@@ -53,26 +52,18 @@ def test_when_the_command_ends_the_store_has_how_the_run_ended(
     assert "NOTE" not in said and "memory://bucket/run has no checkpoint and the final weights" in said.splitlines()[-1]
     assert objects.held["final/model.safetensors"] == b"weights"
     assert json.loads(objects.held[SUMMARY]) == SUMMARY_OF_RUN
-    with pytest.raises(UserError, match="holds another run"):
+    with pytest.raises(UserError, match="holds other files"):
         running.run(config)
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["quickstart"]
 
 
-def test_a_run_without_checkpoints_says_that_its_store_gets_its_end_only(
-    objects: MemoryObjects, config: Config, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer = config.trainer.model_copy(update={"checkpoint_every": 0})
-    assert running.run(config.model_copy(update={"trainer": trainer})) == 0
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if "NOTE" in line]
-    assert note.startswith("NOTE run.store: only the end of the run is uploaded")
-
-
-def test_a_store_that_cannot_be_written_ends_the_command_with_a_line_before_ray_starts(
+def test_a_store_that_cannot_be_listed_ends_the_command_with_a_line_before_ray_starts(
     objects: MemoryObjects, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "_run_on_ray", None)
-    objects.fails = lambda doing, name: doing == "put"
-    with pytest.raises(UserError, match=r"^run.store: memory://bucket/run: put run.json failed$"):
+    monkeypatch.setattr(objects, "sizes", lambda: objects._ask("list", "") or {})
+    objects.fails = lambda doing, name: True
+    with pytest.raises(UserError, match=r"^run.store: memory://bucket/run: list"):
         running.run(config)
     assert not (tmp_path / "quickstart").exists()
 
@@ -84,17 +75,14 @@ def test_what_could_not_be_uploaded_is_said_and_the_run_is_as_it_ended(
     assert running.run(config) == RunFailed.exit_code
     assert json.loads((tmp_path / "quickstart" / SUMMARY).read_text()) == SUMMARY_OF_RUN
     said = capsys.readouterr().out
-    assert re.search(
-        r"memory://bucket/run lacks the final weights, which only \S+/quickstart has now: .* failed\n", said
-    )
+    assert re.search(r"lacks the final weights, which only \S+/quickstart has now: .* failed\n", said)
 
 
 def test_a_run_that_fails_uploads_its_checkpoints_and_then_says_why_it_failed(
     objects: MemoryObjects, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited = list[bool]()
-    finish: Callable[[Uploads], None] = Uploads.finish
-    monkeypatch.setattr(Uploads, "finish", lambda uploads: (waited.append(True), finish(uploads)))
+    monkeypatch.setattr(uploading.Uploads, "finish", lambda uploads: waited.append(True))
 
     def failing(*arguments: object) -> int:
         raise RunFailed("an actor failed")
