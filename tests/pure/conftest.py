@@ -57,7 +57,6 @@ SLOW = [
     "store/test_fetch",
     "store/test_run",
     "store/test_s3",
-    "store/test_upload",
 ]
 """Files that start processes or train a model, and take three seconds and more: `make test-fast` leaves them out."""
 

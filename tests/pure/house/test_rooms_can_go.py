@@ -13,13 +13,28 @@ pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[3]
 PARSER, HUB = "service/cli/parser.py", "actors/observe/metrics_hub.py"
-LINES = {
+RUN, COMMANDS = "actors/driver/run.py", "actors/driver/commands.py"
+UPLOADS = r"from service\.store\.uploads import .*\n"
+LINES: dict[str, list[tuple[str, ...]]] = {
     "simulate": [(PARSER, r'    Command\("simulate".*\n')],
     "trace": [(PARSER, r'    Command\("trace".*\n'), (PARSER, r'    Command\("trajectories".*\n')],
     "plan": [(PARSER, r'    Command\("plan".*\n'), (HUB, r"from service\.plan\..*\n"), (HUB, r", Window\(\)")],
+    "store": [
+        (RUN, UPLOADS),
+        (RUN, r"            if \(url := config\.run\.store\) .*\n(                .*\n)+"),
+        ("actors/driver/coordinator.py", UPLOADS),
+        ("actors/driver/checkpointer.py", UPLOADS),
+        ("actors/observe/telemetry.py", UPLOADS),
+        (COMMANDS, r"from service\.store\.fetch import from_store", "from_store = None"),
+    ],
 }
-"""Room -> its lines at the edge: (file, what is taken out of it)."""
-OWN_TESTS = {"simulate": ["sim"], "trace": ["pure/timeline", "pure/trajectories"], "plan": ["pure/plan"]}
+"""Room -> its lines at the edge: (file, what is taken out of it, what takes its place if that is not nothing)."""
+OWN_TESTS = {
+    "simulate": ["sim"],
+    "trace": ["pure/timeline", "pure/trajectories"],
+    "plan": ["pure/plan"],
+    "store": ["pure/store"],
+}
 """Room -> folders of its tests; beside them go the files elsewhere that import it."""
 NEIGHBOURS = ["pure/cli", "pure/config", "pure/metrics", "pure/runfolder"]
 
@@ -30,8 +45,8 @@ def without(room: str, copy: Path) -> None:
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", copy)
     shutil.rmtree(copy / "service" / room)
-    for file, line in LINES[room]:
-        text, n = re.subn(line, "", (copy / file).read_text())
+    for file, line, *instead in LINES[room]:
+        text, n = re.subn(line, "".join(instead), (copy / file).read_text())
         assert n == 1, f"{file}: {line}"
         (copy / file).write_text(text)
     for folder in OWN_TESTS[room]:
