@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, Protocol, TextIO
 
 from actors.calls import resolve_actor
 from actors.deaths import Supervised
@@ -25,6 +25,7 @@ from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.leases import BatchJob
 from service.handoff.ledger.scores import CompleteGroup
+from service.handoff.scoring import Scoring
 from service.handoff.steps.limits import Routing
 from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
@@ -32,7 +33,6 @@ from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
 from service.rollout.prompts.dataset import load_tasks, rows_digest
 from service.run.teachers import teachers_of
 from service.run.trajectories import LostTrajectories, RecordSettings, trajectory_records
-from service.scorers.asking import Asking, Worker
 from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
 
 TICK_SECONDS = 0.5
@@ -69,6 +69,21 @@ def lock_journal(folder: Path, seconds: float) -> TextIO:
         raise RunFailed(f"{folder}: another process still writes this journal; end it first") from None
 
 
+class AsksScorers(Protocol):
+    """Sends the groups that wait for scorers to the scorers."""
+
+    def look(self) -> None:
+        """Look for waiting groups."""
+
+    async def run(self) -> None:
+        """Send groups until cancelled."""
+
+
+MakeAsking = Callable[[Mapping[str, ScorerConfig], Scoring, Callable[[], Awaitable[None]]], AsksScorers]
+"""A function of the scorers' settings, the groups that wait for scorers, and a function that returns when the journal
+is on disk."""
+
+
 class BufferActor(Supervised):
     """The buffer of a run, as an asyncio actor; Ray may deliver its calls late and in any order."""
 
@@ -80,9 +95,9 @@ class BufferActor(Supervised):
         journal_folder: str,
         hub: Any,
         routing: Routing | None = None,
-        workers: Callable[[Mapping[str, ScorerConfig]], Mapping[str, Sequence[Worker]]] = lambda scorers: {},
+        asking: MakeAsking | None = None,
     ) -> None:
-        """Store the settings; `workers` returns, for each scorer, the clients of its processes."""
+        """Store the settings; `asking` makes what sends groups to scorers (None: there are no scorers)."""
         keep_log("buffer")
         self._config = Config.model_validate_json(config_json)
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -110,7 +125,7 @@ class BufferActor(Supervised):
         self._buffer.watch_ends(self._lost.ended, self._lost.failed)
         self._telemetry = BufferTelemetry(self._config, resolve_actor(hub), self._buffer)
         self._telemetry.start()
-        self._asking = Asking(self._config.scorers, self._buffer.scoring, workers(self._config.scorers), self._settled)
+        self._asking = asking and asking(self._config.scorers, self._buffer.scoring, self._settled)
         self._claims = WaitingClaims(self._opened.claim_several)
         self._served = 0
         """The buffer's revision when waiting calls were last served."""
@@ -298,7 +313,7 @@ class BufferActor(Supervised):
         """Serve waiting claims; wake waiting leases and the task that asks scorers."""
         self._claims.look()
         self._served = self._buffer.revision
-        if self._buffer.ledger.scoring:
+        if self._asking is not None and self._buffer.ledger.scoring:
             self._asking.look()
         async with self._changed:
             self._changed.notify_all()
@@ -306,7 +321,8 @@ class BufferActor(Supervised):
     async def _work(self) -> None:
         """Sync the journal, check deadlines, ask scorers; an error is raised in calls that wait for the journal."""
         try:
-            await asyncio.gather(self._flush(), self._tick(), self._asking.run())
+            asking = [] if self._asking is None else [self._asking.run()]
+            await asyncio.gather(self._flush(), self._tick(), *asking)
         except Exception as error:  # noqa: BLE001 - raised by `_settled`
             self._failure = error
             async with self._flushed:

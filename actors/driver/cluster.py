@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ from actors.engine.vllm_arguments import engine_env
 from actors.generator.actor import Generator
 from actors.generator.scaling import Placed
 from actors.observe.metrics_hub import MetricsHub
-from actors.scorers.actor import place_scorers
-from actors.scorers.workers import workers
+from actors.scorers.actor import all_up, place_scorers
+from actors.scorers.workers import asking
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
 from service.agents.session_keys import Keys
@@ -60,6 +61,8 @@ class Cluster:
     place: Callable[[int], Awaitable[Placed]]
     """A function that creates a further generator with the given number, as soon as there is room for it."""
     scorers: Mapping[str, Any] = field(default_factory=dict)
+    starting: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
+    """Waits until further actors are ready, each with the actors' name in messages."""
     shares_cores: bool = False
     """Whether engines and ranks compute on the CPU cores of the same machine."""
 
@@ -94,12 +97,11 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     )
     env, scored = engine_env(config.generator), (prepared.model_folder, prepared.tasks_file)
     scorers = place_scorers(config.scorers, config_json, *scored, env, has_gpu=bool(gpus))
+    starting = {"the scorers": partial(all_up, scorers.values(), config.scorers)} if scorers else {}
     buffer = (
         ray.remote(BufferActor)
         .options(name=BUFFER, **buffer_options(config))
-        .remote(
-            config_json, prepared.vocab_size, str(prepared.tasks_file), str(journal), HUB, prepared.routing, workers
-        )
+        .remote(config_json, prepared.vocab_size, str(prepared.tasks_file), str(journal), HUB, prepared.routing, asking)
     )
 
     def generator(number: int, of: PlacementGroup, bundle: int, max_restarts: int) -> Any:
@@ -126,7 +128,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     engines = range(config.generator.min_engines)
     generators = tuple(generator(n, room, engine_index(config, n), max_restarts=-1) for n in engines)
     trainer, shares_cores = place_trainer(config, gpus, room, HUB), not gpus and len(nodes()) == 1
-    return Cluster(hub, buffer, generators, trainer, place, scorers, shares_cores)
+    return Cluster(hub, buffer, generators, trainer, place, scorers, starting, shares_cores)
 
 
 def _refuse_unfit_nodes(config: Config, has_gpu: bool) -> None:

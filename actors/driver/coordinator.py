@@ -23,7 +23,6 @@ from actors.generator.scaling import Scaling
 from actors.observe.actor_logs import parts, say_which_are_elsewhere
 from actors.observe.metrics_hub import ScrapeTargets
 from actors.observe.telemetry import RunTelemetry
-from actors.scorers.actor import all_up
 from actors.trainer.step_profiles import Profiles
 from actors.weights.weight_source import TRAINER, TrainerLost
 from service.config import Config, resolved_yaml
@@ -64,7 +63,7 @@ class Coordinator:
     ) -> None:
         self._config = config
         self._hub, self._buffer, self._trainer = cluster.hub, cluster.buffer, cluster.trainer
-        self._scorers = cluster.scorers
+        self._further = cluster.starting
         self._folder = folder
         self._prepared = prepared
         self._say = say
@@ -203,9 +202,8 @@ class Coordinator:
             ),
             "the trainer": partial(self._trainer_up, load),
             "the generators": self._generator_pool.start,
+            **self._further,
         }
-        if self._scorers:
-            starting["the scorers"] = partial(all_up, self._scorers.values(), self._config.scorers)
         waited_for = dict.fromkeys(starting)
 
         async def up(name: str) -> Any:

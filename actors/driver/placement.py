@@ -174,7 +174,7 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
     generator, ranks = config.generator, config.trainer.ranks
     each = generator.engine_gpus
     engines = 0 if config.weights.transport == "ipc" else generator.min_engines
-    others = sum(math.ceil(each.gpus) * (each.workers if each.use else 1) for each in config.scorers.values())
+    others = sum(math.ceil(each.gpus) * each.n_processes for each in config.scorers.values())
     if (needed := ranks + engines * each + others) <= gpus:
         return
     left = gpus - others if gpus > others else gpus

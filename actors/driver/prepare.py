@@ -19,7 +19,7 @@ from service.run.folder import DATA, initial_model, warmed_model
 from service.run.inputs import Prepared, checked_model, checked_shapes, make_policy, prepare_evaluation
 from service.run.phases import say
 from service.run.teachers import teachers_of
-from service.scorers.teacher_logprobs import check_tokenizers
+from service.scorers.teacher import check_tokenizers
 from service.scorers.user import check_scorers
 
 

@@ -23,7 +23,6 @@ from actors.calls import in_a_line
 from actors.driver.signals import handlers_kept, run_beside, when_stuck
 from actors.engine.vllm_arguments import SCRATCH
 from actors.observe.actor_logs import log_env
-from actors.scorers.workers import actor_names
 from actors.watchdog import MARK, end_processes, start_watchdog
 from service.config import Config
 from service.environment_variables import SAFE_PATH, USER_FOLDER
@@ -104,7 +103,7 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
         start_watchdog(mark)
         ray.init(**settings)
         return
-    scorers = sum(config.scorers[name].cpus * len(each) for name, each in actor_names(config.scorers).items())
+    scorers = sum(each.cpus * each.n_processes for each in config.scorers.values())
     cpus = max(os.cpu_count() or 1, config.trainer.ranks + config.generator.max_engines + math.ceil(scorers))
     folder = Path(tempfile.mkdtemp(prefix="baton-"))
     os.environ[SCRATCH] = str(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +12,8 @@ import ray.exceptions
 
 from actors.calls import in_a_line
 from service.config.rollout import ScorerConfig
-from service.scorers.asking import Worker
+from service.handoff.scoring import Scoring
+from service.scorers.asking import Asking
 from service.scorers.reply import Failure, ScorerFailed
 
 RESTART_PAUSE = 0.2
@@ -68,20 +69,16 @@ class RayWorker:
 
 
 def actor_names(scorers: Mapping[str, ScorerConfig]) -> dict[str, list[str]]:
-    """Return the names of each scorer's actors: one actor for each worker if the scorer runs a user's code, else a
-    single actor."""
-    return {
-        name: [f"scorer-{name}-{i}" for i in range(scorer.workers if scorer.use is not None else 1)]
-        for name, scorer in scorers.items()
-    }
+    """Return the names of each scorer's actors."""
+    return {name: [f"scorer-{name}-{i}" for i in range(scorer.n_processes)] for name, scorer in scorers.items()}
 
 
-def workers(scorers: Mapping[str, ScorerConfig]) -> dict[str, list[Worker]]:
-    """Return the workers of each scorer. If a scorer runs a user's code, each worker has an actor; if the scorer calls
-    an address or an engine, its workers share one actor."""
-    made: dict[str, list[Worker]] = {}
+def asking(scorers: Mapping[str, ScorerConfig], scoring: Scoring, settled: Callable[[], Awaitable[None]]) -> Asking:
+    """Return what sends waiting groups to the scorers' actors; for `settled` see `Asking`. Each worker of a user's code
+    has an actor; the workers of a teacher at an address or in an engine share one actor."""
+    workers: dict[str, list[RayWorker]] = {}
     for name, actors in actor_names(scorers).items():
-        settings = scorers[name]
-        one = [RayWorker(actor, is_process=settings.use is not None) for actor in actors]
-        made[name] = [*one] if settings.use is not None else [*one * settings.workers]
-    return made
+        of = scorers[name]
+        own = [RayWorker(actor, is_process=of.use is not None) for actor in actors]
+        workers[name] = own * (of.workers // len(own))
+    return Asking(scorers, scoring, workers, settled)

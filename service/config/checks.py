@@ -291,8 +291,8 @@ def _scorers(config: Config) -> Iterator[str]:
             yield f"{path}: set one of use, url and model, not {ways}: it is open who scores"
         if scorer.use is not None and not is_module_and_name(scorer.use):
             yield f"{path}.use: {scorer.use!r} is no module:name, so nothing could be imported"
-        if scorer.model is not None and not teaches:
-            yield f"{path}.model: an engine gives log-probabilities and no rewards; set kind=teacher, or use"
+        if (scorer.model or scorer.url) is not None and not teaches:
+            yield f"{path}: url and model give log-probabilities and no rewards; set kind=teacher, or use"
         if teaches and scorer.url is not None and scorer.tokenizer is None:
             yield (
                 f"{path}.tokenizer: is not set, so nobody could see whether the teacher at the address reads the same "

@@ -275,7 +275,7 @@ class GeneratorConfig(Section):
 
 
 class ScorerConfig(Section):
-    """A scorer of complete groups; exactly one of `use`, `url` and `model` is set. See docs/scorers.md.
+    """A scorer of complete groups: `use`, or for a teacher one of `use`, `url` and `model`. See docs/scorers.md.
 
     When all trajectories of a group have ended, the scorer rewards each of them; then the group can be trained.
     """
@@ -286,7 +286,7 @@ class ScorerConfig(Section):
     use: str | None = None
     """A function, or a class with a method `score` (for a teacher: `logprobs`), as `your.module:name`."""
     url: Annotated[str, Field(pattern=URL)] | None = None
-    """Address to which each group is sent as JSON, by POST; for a teacher, a completions endpoint of vLLM."""
+    """For a teacher: address of a completions endpoint of vLLM."""
     model: ModelFolder | None = None
     """For a teacher: the Hugging Face folder of its model, which an engine of this run serves."""
     tokenizer: Annotated[UserPath, Named("tokenizer", "folder", "give a Hugging Face folder")] | None = None
@@ -318,3 +318,8 @@ class ScorerConfig(Section):
     """GPUs that Ray reserves for each process of the scorer."""
     start_deadline: Seconds = 600.0
     """Seconds in which the scorer must start."""
+
+    @property
+    def n_processes(self) -> int:
+        """Number of the scorer's processes."""
+        return self.workers if self.use is not None else 1

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
-    """Scores one group at a time: a scorer's process, or one of the concurrent requests that a scorer's address
-    accepts."""
+    """Scores one group at a time: a scorer's process, or one of the concurrent requests to the process of a
+    teacher."""
 
     async def ready(self) -> None:
         """Wait until the worker has started; raises `ScorerFailed` if it does not start."""

@@ -95,7 +95,7 @@ def answer_from(data: object, room: int) -> Answer:
 
 
 def answer_of(given: Any, n_trajectories: int) -> Answer:
-    """Read the answer of a user's code or an address: `rewards`, or `(rewards, info)`, each with one entry per
+    """Read the answer of a user's code: `rewards`, or `(rewards, info)`, each with one entry per
     trajectory; `info` may be empty.
 
     Raises:

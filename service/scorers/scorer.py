@@ -10,15 +10,14 @@ from service.handoff.scoring import Answer
 from service.handoff.steps.wire import accepted_group
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.environment import Task
-from service.scorers.address import Address
 from service.scorers.reply import Logprobs, encode_answer
 from service.scorers.scored_trajectories import trajectories_of
-from service.scorers.teacher_logprobs import check_tokenizers, taught
+from service.scorers.teacher import TeacherAddress, check_tokenizers, taught
 from service.scorers.user import UserScorer
 
 
 class Scorer:
-    """Scores groups by a user's function, an address or an engine."""
+    """Scores groups by a user's function or by a teacher."""
 
     def __init__(
         self,
@@ -39,15 +38,15 @@ class Scorer:
         check_tokenizers({name: settings}, model_folder)
         self._logprobs = engine
         """Computes the log-probabilities of a teacher; None if the scorer gives rewards."""
-        if settings.model is not None:
-            return
-        source: Address | UserScorer
-        source = UserScorer(name, settings) if settings.url is None else Address(name, settings)
-        if settings.kind == "teacher":
-            self._logprobs = source.logprobs
-        else:
-            self._tokenizer = load_tokenizer(model_folder)
-            self._rewards = source.rewards
+        if settings.url is not None:
+            self._logprobs = TeacherAddress(name, settings).logprobs
+        elif settings.use is not None:
+            own = UserScorer(name, settings)
+            if settings.kind == "teacher":
+                self._logprobs = own.logprobs
+            else:
+                self._tokenizer = load_tokenizer(model_folder)
+                self._rewards = own.rewards
 
     async def reply(self, row: int, data: bytes) -> bytes:
         """The bytes of the answer about the group in `data`, whose prompt is row `row` of the dataset.

@@ -29,7 +29,7 @@ from actors.driver.checkpointer import Checkpointer
 from actors.generator.claimer import Claimer
 from actors.generator.outbox import Outbox, Unreachable
 from actors.observe.actor_logs import keep_log
-from actors.scorers.workers import workers
+from actors.scorers.workers import asking
 from service.columns import digest
 from service.config import Config
 from service.config.core_settings import message_limits
@@ -170,7 +170,7 @@ class DoomedBuffer(BufferActor):
         disk = DoomedDisk(self._doom)
         actors.buffer.actor.Journal = partial(Journal, disk=disk, segment_bytes=segment_bytes)  # type: ignore[misc]
         self._noted = noted_scores(self._folder)
-        super().__init__(config_json, VOCABULARY, str(self._folder / "tasks.jsonl"), journal, hub, workers=workers)
+        super().__init__(config_json, VOCABULARY, str(self._folder / "tasks.jsonl"), journal, hub, asking=asking)
         self._look()
         with (self._folder / "restarts.txt").open("a") as file:
             file.write(f"{time.monotonic() - began}\n")

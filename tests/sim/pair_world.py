@@ -37,7 +37,7 @@ from actors.buffer.actor import BufferActor, LeasedBatch
 from actors.driver.cluster import Cluster
 from actors.driver.coordinator import Coordinator
 from actors.driver.host_watch import ClusterHost, HostWatch
-from actors.scorers.workers import workers
+from actors.scorers.workers import asking
 from actors.trainer.group import TrainerGroup
 from service.config import Config, load_config
 from service.config.core_settings import message_limits
@@ -202,7 +202,7 @@ class PairWorld:
         add, collective = self.ray.add, Collective(self.config.trainer.collective_deadline)
         hub = add(MadeActor(self.ray, "metrics-hub", SimHub, partial(SimHub, self._folder / "run"), 2.0), 1.0)
         judge = add(MadeActor(self.ray, "scorer-judge-0", Judge, Judge, 3.0, seconds={"reply": 0.2}), 1.0)
-        made = partial(BufferActor, self._json, VOCABULARY, files[1], "journal", "metrics-hub", None, workers)
+        made = partial(BufferActor, self._json, VOCABULARY, files[1], "journal", "metrics-hub", None, asking)
         buffer = MadeActor(self.ray, "buffer", BufferActor, made, 6.0, retries=True)
         of_rank = {"load": 5.0, "step": 1.0, "weights": 0.2, "save": 0.2, "finish_save": 1.0, "export": 1.0}
         of_rank |= {"restore": 1.0, "bucket": 0.05}

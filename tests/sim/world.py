@@ -205,7 +205,7 @@ def fault_world(seed: int) -> FaultyWorld:
     return FaultyWorld(settings, scenario, faults, seed, segment_bytes)
 
 
-_JUDGE = "url: http://judge, workers: 2, deadline: 5, attempts: 3"
+_JUDGE = "use: 'mine:judge', workers: 2, deadline: 5, attempts: 3"
 _TEACHER = "kind: teacher, url: http://teacher, tokenizer: /teacher, workers: 3, deadline: 5"
 _SCORERS: Sequence[Sequence[str]] = (
     (),

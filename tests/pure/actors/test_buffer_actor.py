@@ -21,7 +21,7 @@ from service.handoff.verbs import Claim, Receipt, Wait, WaitReason
 from service.handoff.waiting_claims import ClaimAnswer
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, Generator, config, step
-from tests.pure.scorers.test_asking import GOOD, Fake
+from tests.pure.scorers.test_asking import GOOD, Fake, asked_of
 from tests.sim.faults import FaultyDisk
 
 GENERATORS, ROOM = 500, 4
@@ -101,7 +101,8 @@ async def test_a_group_that_its_deadline_cuts_short_is_scored_although_nobody_ca
         scorers={"judge": {"use": "mine:judge"}},
     )
     judge = Fake(lambda row, time: GOOD)
-    actor = buffer_of(settings, tmp_path, workers=lambda scorers: {"judge": [judge]})
+    asking = partial(asked_of, {"judge": [judge]})
+    actor = buffer_of(settings, tmp_path, asking=asking)
     await actor.join("trainer", "trainer")
     await asyncio.sleep(0)
     generator = Generator(actor._buffer)

@@ -53,7 +53,8 @@ generator.quantization  generator.quantization=fp8
 generator.quantization  generator.quantization=fp8 & algorithm.correction.truncate_at=1.5
 scorers.judge  scorers.judge.weight=2
 scorers.judge.use  scorers.judge.use=judge
-scorers.judge.model  scorers.judge.model=/m
+scorers.judge  scorers.judge.url=http://h
+scorers.judge  scorers.judge.model=/m
 scorers.t.tokenizer  algorithm.teacher={} & scorers.t={kind: teacher, url: 'http://t'}
 scorers.t.kind  scorers.t={kind: teacher, model: /m}
 algorithm.teacher  algorithm.teacher={}

@@ -155,7 +155,7 @@ def test_a_missing_file_that_lies_beside_its_configuration_is_named_with_where_p
         ("data:\n  mixture:\n    a: {weight: 2}\n", 3, "data.mixture.a.path", "has no default"),
         ("scorers:\n  judge:\n    falback: refuse\n", 3, "scorers.judge.falback", "mean scorers.judge.fallback?"),
         ("scorers:\n  judge:\n    url: localhost:1\n", 3, "scorers.judge.url", "http:// or https://"),
-        ("scorers:\n  Judge: {url: 'http://h'}\n", 2, "scorers.Judge", "lower-case"),
+        ("scorers:\n  Judge: {use: 'a:b'}\n", 2, "scorers.Judge", "lower-case"),
         ("run:\n  name: ../x\n", 2, "run.name", "because it names a folder"),
         (
             "generator:\n  engines: {minimum: 1, max: 2}\n",

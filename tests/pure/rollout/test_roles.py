@@ -25,7 +25,7 @@ from service.rollout.chat.frozen import FrozenModels
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Message, StepResult
 from service.rollout.step_sinks import StepColumns
-from service.scorers.address import Address
+from service.scorers.teacher import TeacherAddress
 from service.types import NO_VERSION, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, limits, served, whole_prompts
 
@@ -220,4 +220,4 @@ def test_a_key_that_is_none_is_refused_before_anything_is_asked(tmp_path: Path, 
     with pytest.raises(UserError, match=rf"^roles\.verifier\.key_file: .*key .*{why}"):
         FrozenModels({"verifier": role})
     with pytest.raises(UserError, match=rf"^scorers\.judge\.key_file: .*key .*{why}"):
-        Address("judge", ScorerConfig(url="http://h/score", key_file=tmp_path / "key"))
+        TeacherAddress("judge", ScorerConfig(url="http://h/score", key_file=tmp_path / "key"))

@@ -78,6 +78,11 @@ async def until_scored(world: World, workers: list[Fake]) -> None:
         running.result()
 
 
+def asked_of(workers: Any, scorers: Any, scoring: Any, settled: Any) -> Asking:
+    """What asks these workers, in place of the actors of scorers."""
+    return Asking(scorers, scoring, workers, settled)
+
+
 def judged(folder: Path, answers: Callable[[int, int], Any], groups: int = 6, **judge: Any) -> tuple[World, Fake]:
     """A world whose groups were all asked about."""
     world = opened(folder, {"judge": JUDGE | {"attempts": 2} | judge}, buffer={"lookahead": 50})

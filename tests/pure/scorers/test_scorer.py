@@ -1,4 +1,4 @@
-"""What a scorer is given, and how its answer is read: a user's code, an address, a teacher."""
+"""What a scorer is given, and how its answer is read: a user's code, a teacher."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from service.rollout.environment import Task
 from service.scorers.reply import Failure, ScorerFailed, answer_from, answer_of
 from service.scorers.scored_trajectories import trajectories_of
 from service.scorers.scorer import Scorer
-from service.scorers.teacher_logprobs import taught
+from service.scorers.teacher import taught
 from service.types import Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import step
 from tests.pure.handoff.worlds import share_prefixes
@@ -122,6 +122,8 @@ def test_code_that_is_not_there_is_refused_at_the_start(tmp_path: Path, use: str
 
 # -- an address --------------------------------------------------------------------------------------------------------
 
+BAD = (None, [], [None] * 3, [None] * 10, [None, *[{"1": {"logprob": "x"}}] * 9])
+"""What is no list of the log-probabilities of ten tokens."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -143,26 +145,9 @@ def answered_by(folder: Path, handler: Handler, **settings: Any) -> Answer:
     async def ask() -> Answer:
         async with served(handler) as url:
             data = encode_group(GROUP)
-            return answer_from(await scorer(folder, url=url, **settings).reply(0, data), room=len(data))
+            return answer_from(await scorer(folder, kind="teacher", url=url, **settings).reply(0, data), room=len(data))
 
     return asyncio.run(ask())
-
-
-def test_an_address_gets_trajectories_as_json_with_the_key(tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("secret\n")
-    seen: list[Any] = []
-
-    async def judge(request: web.Request) -> web.Response:
-        seen.extend([request.headers["Authorization"], await request.json()])
-        return web.json_response({"rewards": [0.5, 1], "info": ["so", None]})
-
-    answer = answered_by(tmp_path, judge, key_file=tmp_path / "key")
-    assert answer == ([0.5, 1.0], ["so", ""], None)
-    key, question = seen
-    assert key == "Bearer secret" and [t["sample"] for t in question["trajectories"]] == [0, 1]
-    first = question["trajectories"][0]
-    assert first["task"]["extra_info"] == {"bonus": 2} and first["reward"] == 1.0 and len(first["turns"]) == 2
-    assert first["turns"][0]["response"].split() == [WORDS[i - 8] for i in first["turns"][0]["response_ids"]]
 
 
 @pytest.mark.parametrize(
@@ -172,34 +157,30 @@ def test_an_address_gets_trajectories_as_json_with_the_key(tmp_path: Path) -> No
         (200, b"{", Failure.MALFORMED),
         (200, b"[" * 100_000, Failure.MALFORMED),
         (200, b"[1, 2]", Failure.MALFORMED),
-        (200, b'{"rewards": null}', Failure.MALFORMED),
-        (200, b'{"rewards": "12"}', Failure.MALFORMED),
-        (200, b'{"rewards": [1]}', Failure.MALFORMED),
-        (200, b'{"rewards": [1, [2]]}', Failure.MALFORMED),
-        (200, b'{"rewards": [1, 2], "info": 7}', Failure.MALFORMED),
         (200, b" " * (10 << 20), Failure.TOO_LARGE),
+        *((200, json.dumps({"choices": [{"prompt_logprobs": found}]}).encode(), Failure.MALFORMED) for found in BAD),
     ],
 )
-def test_a_bad_answer_of_an_address_is_a_failure_with_a_reason(
+def test_a_bad_answer_of_a_teachers_address_is_a_failure_with_a_reason(
     tmp_path: Path, status: int, body: bytes, reason: Failure
 ) -> None:
-    async def judge(request: web.Request) -> web.Response:
+    async def completions(request: web.Request) -> web.Response:
         return web.Response(status=status, body=body)
 
     with pytest.raises(ScorerFailed) as failed:
-        answered_by(tmp_path, judge)
+        answered_by(tmp_path, completions)
     assert failed.value.reason is reason
 
 
-def test_an_address_that_hangs_or_is_not_there_is_a_failure(tmp_path: Path) -> None:
-    async def judge(request: web.Request) -> web.Response:
+def test_a_teachers_address_that_hangs_or_is_not_there_is_a_failure(tmp_path: Path) -> None:
+    async def completions(request: web.Request) -> web.Response:
         await asyncio.sleep(60)
         return web.Response()
 
     with pytest.raises(ScorerFailed) as failed:
-        answered_by(tmp_path, judge, deadline=0.5)
+        answered_by(tmp_path, completions, deadline=0.5)
     assert failed.value.reason is Failure.DEADLINE
-    assert failure(tmp_path, url="http://127.0.0.1:9/score") is Failure.HTTP
+    assert failure(tmp_path, kind="teacher", url="http://127.0.0.1:9/score") is Failure.HTTP
 
 
 # -- teachers ----------------------------------------------------------------------------------------------------------
@@ -216,26 +197,18 @@ def test_an_endpoint_with_prompt_log_probabilities_is_a_teacher(tmp_path: Path) 
         question = await request.json()
         ids = question["prompt"]
         assert (question["temperature"], question["model"]) == (1.0, "big")
+        assert request.headers["Authorization"] == "Bearer secret"
         found: list[Any] = [
             None,
             *({str(ids[t]): {"logprob": -t / 8}, "7": {"logprob": -9}} for t in range(1, len(ids))),
         ]
         return web.json_response({"choices": [{"text": "", "prompt_logprobs": found}]})
 
-    settings = {"kind": "teacher", "tokenizer": tmp_path, "served_model": "big"}
+    (tmp_path / "key").write_text("secret\n")
+    settings = {"tokenizer": tmp_path, "served_model": "big", "key_file": tmp_path / "key"}
     made = [answered_by(tmp_path, completions, **settings), answered(tmp_path, kind="teacher", use=f"{MINE}:Teacher")]
     assert all(answer.logprobs is not None and len(answer.logprobs) == 8 for answer in made)
     assert made[0].logprobs.tolist() == made[1].logprobs.tolist() == [-3 / 8, -4 / 8, -8 / 8, -9 / 8] * 2  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("found", [None, [], [None] * 3, [None] * 10, [None, *[{"1": {"logprob": "x"}}] * 9]])
-def test_an_endpoint_without_them_is_a_failure(tmp_path: Path, found: Any) -> None:
-    async def completions(request: web.Request) -> web.Response:
-        return web.Response(body=json.dumps({"choices": [{"prompt_logprobs": found}]}))
-
-    with pytest.raises(ScorerFailed) as failed:
-        answered_by(tmp_path, completions, kind="teacher", tokenizer=tmp_path)
-    assert failed.value.reason is Failure.MALFORMED
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,4 +1,4 @@
-"""A teacher's log-probabilities of the sampled tokens of a group.
+"""A teacher's log-probabilities of the sampled tokens of a group; a teacher at an address.
 
 The steps are merged into rows, so that shared prefixes are computed once; each sampled token lies in exactly one row:
 
@@ -9,10 +9,12 @@ The steps are merged into rows, so that shared prefixes are computed once; each 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import xxhash
 
@@ -21,12 +23,15 @@ from service.config.rollout import ScorerConfig
 from service.errors import UserError
 from service.handoff.prefixes.merge import merge_in_order
 from service.handoff.prefixes.step_equality import in_order
+from service.rollout.chat.outside import key_header, whole_body
 from service.rollout.chat.tokenizer import load_tokenizer
-from service.scorers.reply import Failure, Logprobs, ScorerFailed
+from service.scorers.reply import MAX_REPLY_BYTES, Failure, Logprobs, ScorerFailed
 from service.types import Float32s, Steps
 
 ROWS_AT_ONCE = 8
 """Maximum number of a group's rows that a teacher is asked about at once."""
+LOGPROB_BYTES = 1 << 9
+"""Maximum bytes of a token's log-probability in a JSON answer."""
 
 
 async def taught(steps: Steps, logprobs: Logprobs) -> Float32s:
@@ -62,6 +67,54 @@ def _checked(given: Sequence[float | None], n_tokens: int) -> Float32s:
     if found_T.shape != (n_tokens,):
         raise ScorerFailed(Failure.MALFORMED, f"log-probabilities of shape {found_T.shape} for {n_tokens} tokens")
     return found_T
+
+
+class TeacherAddress:
+    """A teacher behind a completions endpoint of vLLM.
+
+    POST {"prompt": [10, 20], "prompt_logprobs": 0, ..}   -> {"choices": [{"prompt_logprobs": [null, {"20": ..}]}]}
+    """
+
+    def __init__(self, name: str, settings: ScorerConfig) -> None:
+        """Raises `UserError` if the teacher's key file contains no readable key."""
+        self._url, self._model = settings.url or "", settings.served_model
+        self._timeout = aiohttp.ClientTimeout(total=settings.deadline)
+        self._headers = {"Content-Type": "application/json"} | key_header(f"scorers.{name}.key_file", settings.key_file)
+
+    async def logprobs(self, token_ids: list[int]) -> Sequence[float | None]:
+        """Request the log-probability of each token given the tokens before it.
+
+        Raises:
+            ScorerFailed: there was no valid answer.
+        """
+        body = await self._post(token_ids)
+        try:
+            found = json.loads(body)["choices"][0]["prompt_logprobs"]
+            rest = zip(token_ids[1:], found[1:], strict=True)
+            return [None, *(float(of[str(token)]["logprob"]) for token, of in rest)]
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            detail = f"no prompt_logprobs: {type(error).__name__}: {error}"
+            raise ScorerFailed(Failure.MALFORMED, detail[:200]) from error
+
+    async def _post(self, token_ids: list[int]) -> bytes:
+        question: dict[str, Any] = {"prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        question |= {"model": self._model} if self._model else {}
+        most_bytes = MAX_REPLY_BYTES + LOGPROB_BYTES * len(token_ids)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=self._timeout, headers=self._headers) as session,
+                session.post(self._url, data=json.dumps(question), allow_redirects=False) as response,
+            ):
+                body = await whole_body(response, most_bytes)
+        except TimeoutError:
+            raise ScorerFailed(Failure.DEADLINE, f"{self._url} did not answer") from None
+        except aiohttp.ClientError as error:
+            raise ScorerFailed(Failure.HTTP, f"{type(error).__name__}: {error}"[:200]) from error
+        if body is None:
+            raise ScorerFailed(Failure.TOO_LARGE, f"more than {most_bytes} bytes")
+        if response.status != 200:
+            raise ScorerFailed(Failure.HTTP, f"status {response.status}: {body[:200].decode(errors='replace')}")
+        return body
 
 
 def check_tokenizers(scorers: Mapping[str, ScorerConfig], model_folder: Path) -> None:
