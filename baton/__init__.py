@@ -5,7 +5,6 @@ Environment, Task, Message, StepResult           an environment (docs/environmen
 OversizedOutput, UserError                       errors for an answer that is too long, and for wrong settings
 load_tasks                                       the tasks of a dataset, for the tests of an environment
 is_text, tagged, tool_calls, tool_answer         functions that read what a policy wrote
-RetrievalClient                                  a client of a search server, for environments
 ChildProcesses, ChildDied, serve_child           processes for code of an environment
 Agent, AgentSession                              an agent that calls the policy over HTTP (docs/agents.md)
 Trajectory, Turn                                 the input of a scorer that gives rewards (docs/scorers.md)
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from service.rollout.environment import Task as Task
     from service.rollout.environment import is_text as is_text
     from service.rollout.environment import tagged as tagged
-    from service.rollout.environments.retrieval_client import RetrievalClient as RetrievalClient
     from service.rollout.prompts.dataset import load_tasks as load_tasks
     from service.scorers.scored_trajectories import Trajectory as Trajectory
     from service.scorers.scored_trajectories import Turn as Turn
@@ -72,7 +70,6 @@ __all__, __getattr__ = lazy_names(
             "tagged",
         ),
         "service.rollout.prompts.dataset": ("load_tasks",),
-        "service.rollout.environments.retrieval_client": ("RetrievalClient",),
         "service.scorers.scored_trajectories": ("Trajectory", "Turn"),
     },
 )

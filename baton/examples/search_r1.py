@@ -30,8 +30,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from baton import Message, RetrievalClient, StepResult, Task, tagged, tool_answer, tool_calls
+from baton import Message, StepResult, Task, tagged, tool_answer, tool_calls
 from baton.examples import data
+from baton.examples.retrieval_client import RetrievalClient
 from baton.examples.search_server import Corpus
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -1,4 +1,4 @@
-"""A retrieval server on BM25 (the extra `search`), for environments such as `search_r1` and `skyrl_gym/search`.
+"""A retrieval server on BM25 (the extra `search`), for environments such as `search_r1`.
 
     python -m baton.examples.search_server --corpus corpus.jsonl --port 8000
     curl http://127.0.0.1:8000/retrieve -d '{"query": "river", "topk": 2}'

@@ -40,12 +40,12 @@ def check_inputs(
         raise UserError(f"agents: the environment {env.name!r} calls the policy over HTTP; add agents={{}}")
     rows: list[SyntheticFunction] = [] if data.make_rows is None and data.eval_make_rows is None else ["rows"]
     for function in (*rows, *functions):
-        synthetic_data(env.name, env.options, env.trusted_modules, function)
+        synthetic_data(env.name, env.trusted_modules, function)
     for path in (data.train, *(part.path for part in data.mixture.values()), *data.eval.values()):
         if path is not None and path.exists():
             check_environments(env, tasks_of(read_published(path, data.columns), path), path)
     if data.make_rows is not None:
-        (row,) = synthetic_data(env.name, env.options, env.trusted_modules).rows(1, seed)
+        (row,) = synthetic_data(env.name, env.trusted_modules).rows(1, seed)
         check_environments(env, tasks_of([row], SYNTHETIC), SYNTHETIC)
 
 

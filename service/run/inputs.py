@@ -163,7 +163,7 @@ def demonstrations(
     `model.warm_start`."""
     if (warm_start := model.warm_start) is None:
         return []
-    synthetic = synthetic_data(env.name, env.options, env.trusted_modules, "demonstrations")
+    synthetic = synthetic_data(env.name, env.trusted_modules, "demonstrations")
     rng = np.random.default_rng(seed)
     conversations = synthetic.demonstrations(warm_start.demonstrations, warm_start.right_fraction, rng)
     return demonstration_rows(load_chat(model_folder, generator), generator.conversation, conversations)
@@ -204,7 +204,7 @@ def make_policy(model: ModelConfig, env: EnvConfig, seed: int, folder: Path) -> 
         return folder
     if model.make is None:
         raise UserError("model: neither path nor make is set; name a Hugging Face folder in model.path")
-    synthetic = synthetic_data(env.name, env.options, env.trusted_modules, "vocabulary")
+    synthetic = synthetic_data(env.name, env.trusted_modules, "vocabulary")
     make_tokenizer(folder, synthetic.vocabulary())
     tokenizer = load_tokenizer(folder)
     parameters = count_parameters(model.make, len(tokenizer))

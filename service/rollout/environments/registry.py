@@ -2,7 +2,6 @@
 
 env.name: gsm8k                       a demonstration of Baton, or an entry point of an installed package in the group
                                       `baton.environments`
-env.name: skyrl_gym/search            an environment of another library, through its adapter
 env.name: my_package.envs:Maze        a class of your own, in a module that `env.trusted_modules` names
 """
 
@@ -33,16 +32,12 @@ ENVIRONMENTS = {
     "lookup": "baton.examples.lookup:Lookup",
     "lookup_agent": "baton.examples.lookup_agent:LookupAgent",
     "reading": "baton.examples.reading:Reading",
+    "reasoning_gym": "baton.examples.adapters.reasoning_gym:ReasoningGym",
     "search_r1": "baton.examples.search_r1:SearchR1",
+    "skyrl_gym": "baton.examples.adapters.skyrl_gym:SkyRLGym",
     "solver_verifier": "baton.examples.solver_verifier:SolverVerifier",
     "text_to_sql": "baton.examples.text_to_sql:TextToSql",
 }
-ADAPTERS = {
-    "reasoning_gym": "service.rollout.environments.adapters:ReasoningGym",
-    "skyrl_gym": "service.rollout.environments.adapters:SkyRLGym",
-}
-"""Adapters of other libraries, by the part of a name before the slash; the part after the slash is the adapter's first
-argument."""
 
 
 def make_environment(name: str, options: Options, trusted_modules: Sequence[str] = ()) -> Environment:
@@ -54,9 +49,8 @@ def make_environment(name: str, options: Options, trusted_modules: Sequence[str]
     """
     enter_user_folder()  # an earlier environment may have changed the folder
     make = environment_class(name, trusted_modules)
-    family, slash, member = name.partition("/")
     try:
-        return make(member, **options) if slash and family in ADAPTERS else make(**options)
+        return make(**options)
     except UserError:
         raise
     except TypeError as error:
@@ -94,9 +88,6 @@ def _path(name: str, trusted_modules: Sequence[str]) -> str:
     Raises:
         UserError: there is no such environment, or its module is not trusted.
     """
-    family, slash, member = name.partition("/")
-    if slash and member and family in ADAPTERS:
-        return ADAPTERS[family]
     if ":" in name:
         module = name.partition(":")[0]
         if not any(module == trusted or module.startswith(f"{trusted}.") for trusted in trusted_modules):
@@ -126,7 +117,7 @@ SyntheticFunction = Literal["rows", "vocabulary", "demonstrations"]
 
 
 class SyntheticData(Protocol):
-    """A module or object with functions that make data for an environment: rows, words and demonstrations."""
+    """A module with functions that make data for an environment: rows, words and demonstrations."""
 
     def rows(self, n: int, seed: int) -> list[dict[str, Any]]:
         """Make `n` dataset rows."""
@@ -141,28 +132,22 @@ class SyntheticData(Protocol):
 
 def synthetic_data(
     name: str,
-    options: Options | None = None,
     trusted_modules: Sequence[str] = (),
     needed: SyntheticFunction = "rows",
 ) -> SyntheticData:
-    """The source of synthetic data for the environment `name` with these options: the environment's module, or for
-    `reasoning_gym/<dataset>` an object that makes rows of this dataset.
-
-    The source must have the function `needed`; the other functions are optional.
+    """The source of synthetic data for the environment `name`: the environment's module, which must have the function
+    `needed`; the other functions are optional.
 
     Raises:
         UserError: the environment cannot be loaded, or its module lacks the function.
     """
     if name == AGENT:
         raise UserError(f"env.name: {AGENT!r} runs a command, which makes no {needed}; give data.train and model.path")
-    path = _path(name, trusted_modules)
-    family, slash, member = name.partition("/")
-    module: Any = _module(path.partition(":")[0], name)
-    source = module.SyntheticRows(member, options or {}) if slash and family == "reasoning_gym" else module
-    if not callable(getattr(source, needed, None)):
+    data: Any = _module(_path(name, trusted_modules).partition(":")[0], name)
+    if not callable(getattr(data, needed, None)):
         raise UserError(
             f"env.name: {name!r} makes no {needed}: its module has no function `{needed}`; write it "
             "(docs/environments.md), or give data.train and model.path"
         )
-    data: SyntheticData = source
-    return data
+    source: SyntheticData = data
+    return source

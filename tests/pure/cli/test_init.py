@@ -84,11 +84,11 @@ def test_a_module_of_ones_own_lacks_what_the_configuration_asks_for(
     task: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The new task's environment makes words and demonstrations; it makes no rows."""
-    assert synthetic_data("environment:GuessNumber", {}, ["environment"], "vocabulary").vocabulary()
+    assert synthetic_data("environment:GuessNumber", ["environment"], "vocabulary").vocabulary()
     assert main(["config", "validate", "--config", "config.yaml", "data.eval_make_rows=3"]) == 2
     assert "'environment:GuessNumber' makes no rows" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"env\.trusted_modules"):
-        synthetic_data("environment:GuessNumber", {}, [], "vocabulary")
+        synthetic_data("environment:GuessNumber", [], "vocabulary")
 
 
 @pytest.mark.parametrize(

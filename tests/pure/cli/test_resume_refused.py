@@ -40,7 +40,7 @@ SUMMARY_OF_RUN = {"state": "finished", "steps": STEP}
 
 def rows(seed: int) -> list[dict[str, Any]]:
     """Rows of the environment `lookup`."""
-    return list(synthetic_data("lookup", {}, ()).rows(4, seed))
+    return list(synthetic_data("lookup").rows(4, seed))
 
 
 def trained(config: Config, folder: RunWriter, prepared: Prepared, *others: object) -> int:

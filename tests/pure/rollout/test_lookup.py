@@ -121,7 +121,7 @@ def test_a_demonstration_trains_what_the_assistant_says_and_is_tokenised_like_an
 
 def test_an_environment_that_makes_no_rows_says_what_to_give_instead() -> None:
     with pytest.raises(UserError, match=r"give data\.train and model\.path"):
-        synthetic_data("skyrl_gym/search")
+        synthetic_data("tests.pure.rollout.misbehaving:Echo", ["tests"])
     with pytest.raises(
         UserError, match=r"'agent' runs a command, which makes no vocabulary; give data\.train and model"
     ):

@@ -34,7 +34,7 @@ def chat_of_both(tmp_path_factory: pytest.TempPathFactory) -> Chat:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_rows_demonstrations_and_the_environment_are_found_by_name(name: str, chat_of_both: Chat) -> None:
-    made = synthetic_data(name, {}, (), "demonstrations")
+    made = synthetic_data(name, (), "demonstrations")
     rows = demonstration_rows(chat_of_both, "append", made.demonstrations(64, 0.5, np.random.default_rng(0)))
     assert len(rows) == 64 and all(row.loss_mask.any() for row in rows)
     make_environment(name, {}).check_task(task_of(made.rows(1, 0)[0]))  # type: ignore[attr-defined]

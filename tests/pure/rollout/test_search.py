@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from baton.examples import data, search_r1
+from baton.examples import data, retrieval_client, search_r1
+from baton.examples.retrieval_client import RetrievalClient, RetrievalFailed
 from baton.examples.search_r1 import SearchR1, normal
 from baton.examples.search_server import Corpus, application, main
-from service.backoff import Backoff
 from service.errors import UserError
 from service.rollout.environment import Task
-from service.rollout.environments import retrieval_client
 from service.rollout.environments.registry import synthetic_data
-from service.rollout.environments.retrieval_client import RetrievalClient, RetrievalFailed
 from tests.pure.rollout.conftest import served
 
 TEXTS = ["marn lies on the olt", "the olt flows through sarn", "sarn is known for salt"]
@@ -138,13 +136,13 @@ async def test_an_answer_without_passages_is_an_error_that_names_the_server() ->
 
 
 async def test_the_client_asks_again_while_the_server_is_away_and_then_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval_client, "BACKOFF", Backoff(0.01))
+    monkeypatch.setattr(retrieval_client, "PAUSES", (0.01, 0.01, 0.01))
     with pytest.raises(RetrievalFailed, match="did not answer 4 times"):
         await asked("http://127.0.0.1:9/retrieve")
 
 
 async def test_a_server_that_dies_amid_its_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval_client, "BACKOFF", Backoff(0.01))
+    monkeypatch.setattr(retrieval_client, "PAUSES", (0.01, 0.01, 0.01))
     whole = b'{"result": [[{"id": "0", "contents": "salt"}]]}'
     answers = [whole[:9], whole]
 

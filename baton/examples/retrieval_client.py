@@ -1,4 +1,4 @@
-"""A client for retrieval servers: the servers of Search-R1 and SkyRL, and `baton.examples.search_server`.
+"""A client for retrieval servers: the servers of Search-R1 and SkyRL, and `search_server` beside this file.
 
 POST /retrieve {"queries": ["marn"], "topk": 3, "return_scores": true}
 {"result": [[{"document": {"id": "7", "contents": "marn is a town ..."}, "score": 0.9}]]}
@@ -6,15 +6,14 @@ POST /retrieve {"queries": ["marn"], "topk": 3, "return_scores": true}
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 
-from service.backoff import Backoff, retried
-
-ATTEMPTS = 4
-BACKOFF = Backoff(0.2)
+PAUSES = (0.2, 0.4, 0.8)
+"""Seconds before each further attempt to reach the server."""
 
 
 class RetrievalFailed(Exception):
@@ -32,15 +31,17 @@ class RetrievalClient:
         """The texts of the `topk` passages nearest to the query, nearest first.
 
         Raises:
-            RetrievalFailed: the server refuses the query, or all `ATTEMPTS` attempts fail.
+            RetrievalFailed: the server refuses the query, or it cannot be reached.
         """
         question = {"queries": [query], "topk": topk, "return_scores": True}
-        errors = aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError
-        try:
-            return await retried(lambda: self._ask(question), errors, BACKOFF, tries=ATTEMPTS)
-        except errors as error:
-            last = f"{type(error).__name__}: {error}"
-            raise RetrievalFailed(f"{self._url} did not answer {ATTEMPTS} times, at last with {last}") from error
+        last = ""
+        for pause in (*PAUSES, 0.0):
+            try:
+                return await self._ask(question)
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+                last = f"{type(error).__name__}: {error}"
+            await asyncio.sleep(pause)
+        raise RetrievalFailed(f"{self._url} did not answer {len(PAUSES) + 1} times, at last with {last}")
 
     async def _ask(self, question: Mapping[str, Any]) -> list[str]:
         async with self._session.post(self._url, json=question) as response:
