@@ -36,7 +36,7 @@ from service.rollout.step_sinks import StepSink
 from service.run.folder import write_address
 from service.run.liveness import Life
 from service.scorers.reply import encode_answer
-from service.types import Extension, MiniBatch, PolicyVersion, Step, Steps, TrajectoryEnd, TrajectoryId
+from service.types import Extension, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 from tests.sim.made_ray import MadeActor
 from tests.sim.virtual_asyncio import PROCESS
 
@@ -234,7 +234,7 @@ class SimPlayer:
         self._workers, self._engine = workers, engine
         self.env_metrics, self.leaked, self.failures = EnvMetrics(), list[Any](), dict[str, str]()
 
-    async def play(self, of: TrajectoryId, task: Task, sink: StepSink, earlier: Steps | None) -> TrajectoryEnd:
+    async def play(self, of: TrajectoryId, task: Task, sink: StepSink) -> TrajectoryEnd:
         """Play all turns."""
         whole = np.zeros(0, np.int32)
         for turn in range(TURNS):
