@@ -41,8 +41,8 @@ from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.environment import Task
 from service.rollout.factory import Environments
 from service.rollout.prompts.dataset import load_tasks
-from service.run.recorded import Recorded, recorded
 from service.types import NO_VERSION, Int32s, Step
+from tests.recorded import Recorded, recorded
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "configs" / "search_r1_tiny.yaml"
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def _run(folder: Path, steps: int, seed: int) -> Path:
-    settings = [f"run.dir={folder}", f"run.max_steps={steps}", f"run.seed={seed}", "buffer.record=true"]
+    settings = [f"run.dir={folder}", f"run.max_steps={steps}", f"run.seed={seed}"]
     settings += ["data.eval_every=0", "metrics.port=0"]
     command = [sys.executable, "-m", "service", "run", "--config", str(RECIPE), *settings]
     subprocess.run(command, cwd=ROOT, check=True, timeout=3600, stdout=sys.stderr)

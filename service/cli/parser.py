@@ -74,20 +74,15 @@ COMMANDS = (
     Command("config", "show or check a configuration, or print its schema", "service.cli.configuration"),
     Command("models", "check that a model's family is trained rightly", "service.cli.models"),
     Command("status", "what a run is doing now, or how it ended", "service.cli.status"),
-    Command("replay", "form a mini-batch of a run again from the run's journal", "service.cli.replay"),
     Command("logs", "what the parts of a run print", "service.cli.logs"),
     Command("profile", "profile the next optimizer steps of a running run", "service.cli.profile"),
     # Optional commands: if the line and the folder of one are removed, everything else works.
     Command("plan", "whether a configuration fits, how fast it is, what binds", "service.plan.command", True),
-    Command("simulate", "predict what a configuration would do, without GPUs", "service.simulate.command", True),
     Command("trace", "write a run's timeline: who did what when", "service.trace.trace_command"),
     Command("trajectories", "show what the policy wrote in a run", "service.trace.trajectories_command"),
     Command("agent-try", "try an agent: what it calls, and what would be trained", "service.cli.agent_try", True),
     Command("agent-worker", "run agents on a machine without Ray", "service.cli.agent_worker", True),
 )
-
-GONE_COMMANDS = {"submit": "ray job submit --working-dir . -- baton run --config FILE"}
-"""The command to use instead of a removed command, by the name of the removed command."""
 
 OTHER_NAMES = {"train": "run", "start": "run", "resume": "run --resume RUN", "validate": "config validate"}
 """Baton's commands, by the names that users may expect from other systems."""
@@ -106,8 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed_files()
     try:
         words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-        if words and words[0] in GONE_COMMANDS:
-            raise UserError(f"baton {words[0]} is gone: use {GONE_COMMANDS[words[0]]}")
         if words and words[0] not in ("-h", "--help", "--version"):
             _check_known(words[0])
         arguments = _parser(words[0] if words else "").parse_args(words)

@@ -111,7 +111,6 @@ def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = N
         lookahead=buffer.lookahead,
         max_bytes=buffer.max_bytes,
         max_journal_bytes=buffer.max_journal_bytes,
-        keep_reclaimed=buffer.record,
         lease_deadline=buffer.lease_deadline,
         max_lease_attempts=buffer.max_lease_attempts,
         has_checkpoints=config.trainer.checkpoint_every > 0,

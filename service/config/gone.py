@@ -12,7 +12,7 @@ UNMEASURED = "the warm start is not measured; the reward of the first optimizer 
 GONE = {
     "algorithm.credit=potential": "use return_to_go; the environment adds the change of the score to the reward of a "
     "turn, see docs/credit.md",
-    "buffer.lookahead=auto": "give a number; `baton simulate` and `baton plan` say what each costs",
+    "buffer.lookahead=auto": "give a number; docs/staleness.md says what each costs",
     "buffer.drift": "a prompt that differs from its row always begins a new row; leave it out",
     "buffer.max_drift_tokens": "a prompt that differs from its row always begins a new row; leave it out",
     "env.retrieval": "start a server beside the run (`python -m baton.examples.search_server --corpus FILE`) and give "

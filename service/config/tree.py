@@ -178,8 +178,6 @@ class BufferConfig(Section):
     trajectory would exceed its part is refused."""
     max_journal_bytes: Positive = 64 << 30
     """Maximum bytes of the buffer's journal on disk."""
-    record: bool = False
-    """Keep old parts of the journal, so that `baton replay` can form every mini-batch of the run again."""
     sync_interval: Seconds = 0.005
     """Minimum seconds between two syncs of the journal."""
     merge: MergeMode = "linear"

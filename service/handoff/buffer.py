@@ -66,7 +66,7 @@ class Buffer:
         self._max_trajectory_bytes = settings.worst.trajectory
         prompts = Prompts(prompt_uids, settings.seed, settings.shuffle)
         self._admission = Admission(settings)
-        journal.configure(settings.max_journal_bytes // JOURNAL_SEGMENTS, settings.keep_reclaimed)
+        journal.limit_segments(settings.max_journal_bytes // JOURNAL_SEGMENTS)
         self._record = opened_record(opening(settings, prompt_uids, rows_digest), settings.limits, journal, clock)
         self.ledger = self._record.ledger
         self._attempts = Attempts(settings.attempts, settings.filters, self._record)

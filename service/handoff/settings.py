@@ -44,8 +44,6 @@ class BufferSettings:
     max_bytes: int = 4 << 30
     """Maximum bytes of memory for steps: a group is admitted only if the worst case of all admitted groups fits."""
     max_journal_bytes: int = 64 << 30
-    keep_reclaimed: bool = False
-    """Whether segments of the journal that are no longer needed are kept, for `baton replay`."""
     lease_deadline: float = 1800.0
     """Seconds after which a lease is released."""
     max_lease_attempts: int = 3

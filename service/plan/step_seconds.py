@@ -11,7 +11,7 @@ groups of `lookahead` mini-batches may still be open:
     sum over k = 1, 2, ... of  P(a group takes longer than k steps - training - sync)  =  lookahead
 
 With lookahead 0 a step waits for the longest group of its mini-batch. The fewer requests run, the faster an
-engine iterates, and the number of running requests follows from the seconds of a step (Little's law). `baton simulate`
+engine iterates, and the number of running requests follows from the seconds of a step (Little's law). `tests/sim`
 runs the buffer's own code for admission; this model takes milliseconds for a configuration, so that many splits of the
 GPUs can be compared.
 """
@@ -34,8 +34,8 @@ LONGEST = 0.56
 """The mean length of the longest of B groups is about the quantile 1 - 0.56 / B of the lengths (Gumbel)."""
 SHARPNESS = 17.0
 """Exponent of `either_longer`. If generation and training need the same time, the time for which they wait for each
-other, because both vary at random, costs 1 - 2 ** (-1 / 17), or 4 %, of their speed. The figure is from `baton
-simulate` with a lookahead of 4 and lengths of moderate tails."""
+other, because both vary at random, costs 1 - 2 ** (-1 / 17), or 4 %, of their speed. The figure is from a
+simulation with a lookahead of 4 and lengths of moderate tails."""
 BACKLOG = 40.0
 """Exponent that sets how sharply the queue of complete groups grows when the trainer becomes the slower side; fitted to
 simulations."""

@@ -6,17 +6,17 @@ import json
 
 import pytest
 
-from service.cli.parser import main
+from service.config import load
+from service.config.core_settings import batch_settings, message_limits
 from tests.e2e.conftest import QUICK, Drive
+from tests.recorded import replayed
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 
-SETTINGS = [*QUICK, "run.max_steps=6", "trainer.checkpoint_every=3", "buffer.record=true"]
+SETTINGS = [*QUICK, "run.max_steps=6", "trainer.checkpoint_every=3"]
 
 
-def test_a_finished_run_goes_on_longer_with_other_ranks_and_engines_and_its_own_journal(
-    drive: Drive, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_goes_on_longer_with_other_ranks_and_engines_and_its_own_journal(drive: Drive) -> None:
     first = drive(SETTINGS)
     assert first.end() == 0, "".join(first.said)
     folder = first.folder
@@ -39,10 +39,8 @@ def test_a_finished_run_goes_on_longer_with_other_ranks_and_engines_and_its_own_
     assert summary["tokens"]["open"] == summary["tokens"]["stepped"] == 0
     assert sum(summary["lengths"]["trained"]) == 8 * 16 * 8
 
-    capsys.readouterr()
+    config = load([folder / "config.yaml"]).config
     for step in (2, 7):
-        assert main(["replay", str(folder), "--step", str(step), "--json"]) == 0
-        replayed = json.loads(capsys.readouterr().out)
-        assert len(replayed["groups"]) == 16
-        metrics = replayed["metrics"]
-        assert metrics["reward/avg_raw_reward"] == pytest.approx(lines[step - 1]["reward/avg_raw_reward"])
+        batch = replayed(message_limits(config), batch_settings(config), folder / "journal", step)
+        assert len(batch.groups) == 16
+        assert batch.metrics["reward/avg_raw_reward"] == pytest.approx(lines[step - 1]["reward/avg_raw_reward"])

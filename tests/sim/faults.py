@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from service.handoff.journal.disk import Buffer
-from service.simulate.disk import MemoryDisk, MemoryFile
-from service.simulate.loop import Loop
+from tests.sim.disk import MemoryDisk, MemoryFile
+from tests.sim.loop import Loop
 
 AMPLE_ROOM = 1 << 40
 """Bytes that no simulation fills."""

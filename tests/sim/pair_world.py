@@ -51,9 +51,8 @@ from service.observe.metrics import Metrics
 from service.rollout.prompts.dataset import load_tasks, write_rows
 from service.run.inputs import Prepared
 from service.run.writer import RunWriter
-from service.simulate.disk import MemoryDisk
-from service.simulate.scenario import SimulationSettings
 from service.types import MiniBatch, Refusal, StepGroup
+from tests.sim.disk import MemoryDisk
 from tests.sim.made_parts import (
     RANKS,
     TURNS,
@@ -71,6 +70,7 @@ from tests.sim.made_parts import (
 )
 from tests.sim.made_ray import MadeActor, MadeRay
 from tests.sim.pairs import CUT_SECONDS, Pair, Told
+from tests.sim.scenario import SimulationSettings
 from tests.sim.virtual_asyncio import START, VirtualEvent, VirtualLoop, VirtualThread
 from tests.sim.witness import Broken, Witness
 

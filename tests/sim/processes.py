@@ -10,14 +10,14 @@ import numpy as np
 from service.handoff.steps.roles import Role
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.verbs import Claim, Receipt
-from service.simulate.generator import SimulatedGenerator
-from service.simulate.host import Client, Host
-from service.simulate.loop import Activity, Resume, Waiting
-from service.simulate.scenario import Scenario, SimulationSettings
-from service.simulate.trainer import SimulatedTrainer
 from service.types import Refusal, RefusalReason, TrajectoryId
 from tests.sim.faults import Faults, FaultyDisk, Network
+from tests.sim.generator import SimulatedGenerator
+from tests.sim.host import Client, Host
+from tests.sim.loop import Activity, Resume, Waiting
+from tests.sim.scenario import Scenario, SimulationSettings
 from tests.sim.scorers import FaultyScorers
+from tests.sim.trainer import SimulatedTrainer
 from tests.sim.witness import Witness
 
 RETRY_SECONDS = 8.0

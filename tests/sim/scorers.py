@@ -13,8 +13,8 @@ from service.handoff.scoring import Answer
 from service.handoff.steps.wire import accepted_group
 from service.scorers.asking import Asking
 from service.scorers.reply import MAX_REPLY_BYTES, Failure, ScorerFailed, encode_answer
-from service.simulate.loop import Loop
 from service.types import StepGroup
+from tests.sim.loop import Loop
 
 if TYPE_CHECKING:
     from tests.sim.processes import FaultyHost

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
+import math
+import statistics
 from collections.abc import Iterable
 from functools import cache
 
-import numpy as np
 import pytest
 
-from service.cli.parser import main
 from service.config import load
 from service.errors import RunFailed
-from service.simulate.command import BOUNDS, PRESET, mean_and_error
-from service.simulate.generator import SimulatedGenerator
-from service.simulate.measurements import Report
-from service.simulate.scenario import Scenario, SimulationSettings
-from service.simulate.world import HANG_GROUPS, HANG_SECONDS, World, simulated
+from tests.sim.calm_world import HANG_GROUPS, HANG_SECONDS, World, simulated
+from tests.sim.generator import SimulatedGenerator
+from tests.sim.measurements import Report
+from tests.sim.scenario import PRESET, Scenario, SimulationSettings
 
 STEPS = 60
 SEEDS = 8
@@ -34,7 +32,8 @@ def measured(sigma: float, *settings: str) -> list[Report]:
 
 def agrees(values: Iterable[float], table: float, rounding: float = 0.0) -> bool:
     """Whether the mean of the runs is within a tenth of the table, as far as so few runs can tell."""
-    mean, error = mean_and_error(list(values))
+    listed = list(values)
+    mean, error = statistics.fmean(listed), statistics.stdev(listed) / math.sqrt(len(listed))
     print(f"{mean:.4f} ± {error:.4f}, in the table {table}")
     return abs(mean - table) <= max(0.1 * table, rounding) + 2 * error
 
@@ -122,38 +121,6 @@ def test_evaluation_beside_training_costs_at_most_the_share_of_the_engines_that_
     assert steps_per_second(*evaluates) < alone, "training waits"
 
 
-def test_the_command_prints_a_report(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--steps", "15", "--generators", "2", *SMALL]) == 0
-    printed = capsys.readouterr().out
-    assert "speed over on-policy" in printed
-    assert "token staleness" in printed
-    assert "given or assumed        generators 2, turns 1, median tokens 64," in printed and "note:" not in printed
-    assert main(["simulate", "--steps", "5", "--median-tokens", "100", *SMALL, "generator.max_generate_length=8"]) == 0
-    assert "note: the limits on turns and generator.max_generate_length cut 100% of" in capsys.readouterr().out
-
-
-def test_the_figures_of_a_configuration_are_those_that_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    def assumed(*words: str) -> str:
-        assert main(["simulate", "--steps", "3", "--config", "configs/quickstart.yaml", *words]) == 0
-        return capsys.readouterr().out
-
-    said = assumed()
-    assert "generators 1 (generator.engines or its min), turns 3 (the mean of 1 and env.max_turns, rounded up)" in said
-    assert "median tokens 12 (half of generator.max_generate_length in each turn), sigma 0.5," in said
-    assert "generators 2 (generator.engines or its min)" in assumed("generator.engines={min: 2, max: 3}")
-    said = assumed("env.max_turns=1", "generator.max_generate_length=64", "--sigma", "0.2")
-    assert "turns 1 (the mean" in said and "median tokens 32 (half of" in said and "note:" not in said
-    said = assumed("--generators", "2", "--turns", "1", "--median-tokens", "5")
-    assert "generators 2, turns 1, median tokens 5, sigma" in said
-
-
-def test_a_note_that_no_length_is_cut_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["--median-tokens", "64", "generator.max_generate_length=300"]
-    assert 0 < Scenario().cut(config(few[-1])) < 0.005
-    assert main(["simulate", "--steps", "3", *few, *SMALL]) == 0
-    assert "note:" not in capsys.readouterr().out
-
-
 def test_an_evaluation_that_takes_longer_than_any_step_is_no_hang() -> None:
     evaluates = config(*SMALL, "data.eval_every=2", "data.eval_make_rows=512", "generator.max_generate_length=64")
     world = World(evaluates, Scenario(generators=1, sigma=0.0, steps=4, token_seconds=3.0), seed=0)
@@ -207,43 +174,6 @@ def test_an_evaluation_that_never_ends_is_a_hang(monkeypatch: pytest.MonkeyPatch
         world.run()
 
 
-def test_the_means_of_several_runs_say_how_sure_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    waits = []
-    for seeds in (["--seed", "3"], ["--seed", "4"], ["--seed", "3", "--seeds", "2"]):
-        assert main(["simulate", "--steps", "10", *seeds, *SMALL]) == 0
-        printed = capsys.readouterr().out
-        waits.append(printed.split("trainer waits")[1].split("(")[0].split())
-    [[first], [second], [mean, _, error]] = waits
-    one, two = float(first.rstrip("%")), float(second.rstrip("%"))
-    assert float(mean.rstrip("%")) == pytest.approx((one + two) / 2, abs=0.11)
-    assert float(error.rstrip("%")) == pytest.approx(abs(one - two) / 2, abs=0.11)
-
-
-@pytest.mark.parametrize("option", BOUNDS)
-def test_a_number_out_of_bounds_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lowest, highest = BOUNDS[option]
-    word = f"--{option.replace('_', '-')}"
-    whole = option in ("generators", "turns", "steps", "seed", "seeds")
-    for value in (str(int(lowest) - 1), str(int(highest) + 1), *([] if whole else ["nan", "inf"])):
-        assert main(["simulate", word, value, *SMALL]) == 2
-        assert re.match(rf"baton: {word} \S+: give a number from ", capsys.readouterr().err), value
-
-
 def test_a_trainer_of_the_default_speed_is_as_fast_as_generators_whose_lengths_are_cut() -> None:
     scenario, cut = Scenario(median_tokens=64.0, sigma=0.0), config("generator.max_generate_length=8")
     assert scenario.step_seconds(cut) == pytest.approx(8 / 64 * scenario.step_seconds(config()))
-
-
-def test_steps_longer_than_a_hang_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--steps", "3", "--trainer-seconds", "700", "--sync-seconds", "700", *SMALL]) == 0
-    assert "trainer waits" in capsys.readouterr().out
-
-
-def test_more_turns_than_the_configuration_allows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--turns", "2", *SMALL]) == 2
-    assert "set env.max_turns=2" in capsys.readouterr().err
-
-
-def test_a_trajectory_of_the_preset_is_not_cut_off() -> None:
-    lengths = Scenario(sigma=1.0).lengths(np.random.default_rng(0), 1_000_000)
-    assert lengths.max() <= config().buffer.limits.max_generate_length

@@ -16,10 +16,10 @@ from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record, Store
 from service.handoff.scoring import Answer, Scoring
-from service.simulate.host import Host
 from service.types import Refusal
 from tests.invariant import fingerprint
 from tests.sim.__main__ import check
+from tests.sim.host import Host
 from tests.sim.witness import Broken
 from tests.sim.world import fault_world
 

@@ -11,10 +11,10 @@ from service.handoff.buffer import Buffer
 from service.handoff.ledger.events import Scored, encode
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.steps.stop_reason import FAILURES
-from service.simulate.measurements import Measurements
-from service.simulate.scenario import SimulationSettings
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, TrajectoryId
 from tests.invariant import violations
+from tests.sim.measurements import Measurements
+from tests.sim.scenario import SimulationSettings
 
 REASONS = {
     "trained",

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from service.config import Config, load_config
-from service.simulate.host import Host
-from service.simulate.measurements import Measurements
-from service.simulate.scenario import Scenario, SimulationSettings
-from service.simulate.world import World
+from tests.sim.calm_world import World
 from tests.sim.faults import AMPLE_ROOM, Faults, Network
+from tests.sim.host import Host
+from tests.sim.measurements import Measurements
 from tests.sim.processes import FaultyGenerator, FaultyHost, FaultyTrainer
+from tests.sim.scenario import Scenario, SimulationSettings
 from tests.sim.witness import Witness
 
 LOOK_SECONDS = 7.0

@@ -108,10 +108,3 @@ class Disk:
     def remove(self, path: Path) -> None:
         path.unlink()
         sync(path.parent)
-
-    def move(self, path: Path, target: Path) -> None:
-        """Move the file to the path `target`, whose folder is created if it is missing."""
-        target.parent.mkdir(mode=0o700, exist_ok=True)
-        path.rename(target)
-        sync(target.parent)
-        sync(path.parent)

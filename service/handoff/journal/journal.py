@@ -69,28 +69,20 @@ def frames(segment: Segment, start: int | None = None) -> Iterator[Frame]:
         offset = frame.end - segment.start
 
 
-def frames_in(path: Path) -> Iterator[Frame]:
-    """Yield the frames in the file of a segment; the file is neither changed nor created.
+def first_frame(path: Path) -> Frame | None:
+    """The first frame in the file of a segment; None if it cannot be read. The file is neither changed nor created.
 
     Raises:
-        FileNotFoundError: there is no such file, for example because a running buffer has moved it.
-        JournalError: the file cannot be read; or a frame is damaged, and a later frame records that the damaged frame
-            had been synced.
+        JournalError: the file cannot be opened.
     """
-    file = File(path, writable=False)
     try:
-        segment = Segment(int(path.stem), file, path)
-        position = segment.start
-        for frame in frames(segment):
-            yield frame
-            position = frame.end
-        # a running buffer may have written the frame meanwhile
-        if synced_later(segment, position - segment.start) > position and next(frames(segment, position), None) is None:
-            raise _damaged(segment, position)
+        file = File(path, writable=False)
+        try:
+            return next(frames(Segment(int(path.stem), file, path)), None)
+        finally:
+            file.close()
     except OSError as error:  # the kernel's error names no file
         raise JournalError(f"{path}: cannot be read: {error.strerror}") from error
-    finally:
-        file.close()
 
 
 def synced_later(segment: Segment, offset: int) -> int:
@@ -154,8 +146,6 @@ def _data_behind(file: File, offset: int) -> Iterator[tuple[int, bytes]]:
 ALLOCATION_BYTES = 1 << 20
 PAGE_BYTES = 1 << 12
 FULL = (errno.ENOSPC, errno.EDQUOT)
-KEPT = "reclaimed"
-"""Name of the folder for segments that are no longer needed, but kept for `baton replay`."""
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +185,6 @@ class Journal:
         """Bytes after which a segment is full."""
         self._clock = clock
         self._disk: Disk = disk or Disk()
-        self._keep_reclaimed = False
         self._segment_position = 0
         """Position from which the bytes of the next frame's segment count: after its snapshot, which may be long."""
         self._reclaims: list[tuple[int, int]] = []
@@ -209,10 +198,9 @@ class Journal:
         """Bytes of the last segment that are reserved on the disk."""
         self._ready = False
 
-    def configure(self, segment_bytes: int, keep_reclaimed: bool) -> None:
-        """Limit the length of segments; with `keep_reclaimed`, unneeded segments are moved to a folder, not removed."""
+    def limit_segments(self, segment_bytes: int) -> None:
+        """Let segments have at most this many bytes."""
         self.segment_bytes = min(self.segment_bytes, segment_bytes)
-        self._keep_reclaimed = keep_reclaimed
 
     @property
     def start(self) -> int:
@@ -413,10 +401,7 @@ class Journal:
             with self._segments_lock:
                 oldest = self._segments.pop(0)
             oldest.file.close()
-            if self._keep_reclaimed:
-                self._disk.move(oldest.path, self.folder / KEPT / oldest.path.name)
-            else:
-                self._disk.remove(oldest.path)
+            self._disk.remove(oldest.path)
         with self._queue_lock:
             self._reclaims = [(once, below) for once, below in self._reclaims if once > self.synced]
 

@@ -10,7 +10,7 @@ import msgspec
 
 from service.clock import Clock
 from service.errors import JournalError, UserError
-from service.handoff.journal.journal import Frame, Journal, frames_in
+from service.handoff.journal.journal import Frame, Journal, first_frame
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import items_by_trajectory, new_content
 from service.handoff.ledger.ledger import Ledger, attempts_of
@@ -64,7 +64,7 @@ def check_begun(folder: Path, opened: events.Opened) -> None:
         UserError: the run began with other rows or settings.
     """
     oldest = min(folder.glob("*.journal"), key=lambda path: int(path.stem), default=None)
-    if oldest is not None and (frame := next(frames_in(oldest), None)) is not None:
+    if oldest is not None and (frame := first_frame(oldest)) is not None:
         begun = _decoder.decode(frame.payload).opened if frame.kind == events.SNAPSHOT else events.decode(frame.payload)
         if isinstance(begun, events.Opened):
             _check_opening(begun, opened, folder)

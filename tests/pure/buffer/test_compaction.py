@@ -24,7 +24,6 @@ def world(tmp_path: Path) -> World:
     made = config(
         generator={"max_input_length": 4000, "max_generate_length": 100},
         algorithm={"filter_zero_variance": True},
-        buffer={"record": True},
         trainer={"checkpoint_every": 2, "keep_checkpoints": 1, "max_tokens_per_micro_batch": 8192},
     )
     made = with_bounds(made, max_group_bytes=worst_bytes(made).group)

@@ -7,7 +7,6 @@ from unittest.mock import Mock
 import pytest
 import xxhash
 
-from service.cli.parser import main
 from service.errors import JournalError, UserError
 from service.handoff.journal.disk import Disk, File
 from service.handoff.journal.journal import ALIGNMENT, SCHEMA, Journal
@@ -57,9 +56,7 @@ def first_version_frame(payload: bytes) -> bytes:
     return (summed + checksum).ljust(64, b"\0") + payload.ljust(64, b"\0")
 
 
-def test_a_journal_of_another_version_is_refused_in_one_line_that_says_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_journal_of_another_version_is_refused_in_one_line_that_says_what_to_do(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     journal.mkdir()
     segment = journal / f"{0:020d}.journal"
@@ -70,9 +67,6 @@ def test_a_journal_of_another_version_is_refused_in_one_line_that_says_what_to_d
     assert said.startswith(f"{segment}: ") and "\n" not in said
     assert "version 1" in said and f"version {SCHEMA}" in said and "begin a new run" in said
     assert segment.read_bytes() == first_version_frame(b"opened"), "nothing was changed"
-    (tmp_path / "config.yaml").write_text("{}")
-    assert main(["replay", str(tmp_path), "--step", "1"]) == 2
-    assert f"{segment}: the journal's format has version 1" in capsys.readouterr().err
 
 
 def test_what_was_synced_is_replayed_in_order(tmp_path: Path) -> None:
@@ -241,19 +235,6 @@ def test_segments_that_nobody_needs_are_removed(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.journal"))) < before
     left = payloads(tmp_path)
     assert left == HISTORY[-len(left) :] and len(left) < len(HISTORY)
-
-
-def test_segments_can_be_kept_for_replay(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, TurnedClock())
-    journal.configure(segment_bytes=500, keep_reclaimed=True)
-    assert list(journal.replay()) == []
-    for payload in HISTORY:
-        journal.append(2, payload, begins_segment=journal.segment_is_full)
-        journal.sync()
-    journal.reclaim(journal.position, once=journal.position)
-    journal.sync()
-    assert len(list(tmp_path.glob("*.journal"))) == 1
-    assert len(list(tmp_path.glob("reclaimed/*.journal"))) > 5
 
 
 def test_a_full_disk_keeps_frames_queued_and_recovers_when_space_returns(tmp_path: Path) -> None:

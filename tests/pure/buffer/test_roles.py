@@ -23,7 +23,7 @@ SETTINGS = {
     "env": {"name": "agent", "command": ["true"]},
     "agents": {"max_calls": 8},
     "trainer": {"checkpoint_every": 1},
-    "buffer": {"lookahead": 2, "record": True},
+    "buffer": {"lookahead": 2},
 }
 
 

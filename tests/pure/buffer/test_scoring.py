@@ -94,7 +94,7 @@ def test_after_a_crash_the_journalled_answer_counts_and_another_one_does_not(tmp
 
 
 def test_scores_survive_a_rollback_snapshots_and_the_copies_that_make_room(tmp_path: Path) -> None:
-    world = opened(tmp_path, {"judge": JUDGE}, trainer={"checkpoint_every": 1}, buffer={"record": True})
+    world = opened(tmp_path, {"judge": JUDGE}, trainer={"checkpoint_every": 1})
     played(world, 4)
     scored(world, "judge", (0.25, 0.75), (0.5, 0.0), (0.125, 0.0), (0.0, 0.375))
     first = world.train()
@@ -190,9 +190,7 @@ def test_a_trajectory_without_a_reward_is_in_the_record_with_its_steps_and_named
 
 
 def test_a_trajectory_without_a_reward_stays_lost_after_crashes_copies_and_a_rollback(tmp_path: Path) -> None:
-    world = opened(
-        tmp_path, {"judge": JUDGE}, algorithm=THREE, trainer={"checkpoint_every": 1}, buffer={"record": True}
-    )
+    world = opened(tmp_path, {"judge": JUDGE}, algorithm=THREE, trainer={"checkpoint_every": 1})
     played(world, 4)
     scored(world, "judge", (NO_REWARD, 0.25, 0.75), (0.5, 0.0, 1.0), (0.0, 1.0, NO_REWARD), (0.5, NO_REWARD, 0.25))
     first = world.train()

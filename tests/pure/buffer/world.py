@@ -17,8 +17,8 @@ from service.handoff.leases import BatchJob
 from service.handoff.steps import wire
 from service.handoff.steps.builder import step_group
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
-from service.run.recorded import replayed
 from service.types import NO_VERSION, MiniBatch, PolicyVersion, Refusal, Sender, Step, TrajectoryEnd, TrajectoryId
+from tests.recorded import KeepingDisk, replayed
 
 START = PolicyVersion(1, 0)
 
@@ -149,7 +149,7 @@ class World:
 
     def opened(self) -> Buffer:
         """The buffer of a new process on the same folder."""
-        self.journal = Journal(self.folder, self.clock, segment_bytes=self.segment_bytes)
+        self.journal = Journal(self.folder, self.clock, KeepingDisk(), self.segment_bytes)
         uids = [f"p{row}" for row in range(self.n_prompts)]
         settings = replace(buffer_settings(self.settings, 500), seed=3)
         return Buffer(settings, uids, self.journal, self.clock, rows_digest=self.rows_digest)

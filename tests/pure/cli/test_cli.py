@@ -54,7 +54,7 @@ def test_a_tilde_that_the_shell_left_is_the_home_folder(
     shown = yaml.safe_load(capsys.readouterr().out)
     paths = [shown["run"]["dir"], shown["model"]["path"], shown["data"]["eval"]["one"]]
     assert paths == [str(tmp_path / name) for name in ("runs", "model", "one.jsonl")]
-    assert split_overrides(["replay", "~/r", "--out=~/b"]) == (["replay", f"{tmp_path}/r", f"--out={tmp_path}/b"], [])
+    assert split_overrides(["trace", "~/r", "--out=~/b"]) == (["trace", f"{tmp_path}/r", f"--out={tmp_path}/b"], [])
     assert split_overrides(["status", "~/runs/one"]) == (["status", f"{tmp_path}/runs/one"], [])
 
 
@@ -187,7 +187,7 @@ def test_an_unknown_command_is_one_line_with_the_nearest_one(
             "config validate: unrecognized arguments: --confg (did you mean --config?)",
         ),
         (["logs", "--follw"], "logs: unrecognized arguments: --follw (did you mean --follow?)"),
-        (["simulate", "--xyzzy", "4"], "simulate: unrecognized arguments: --xyzzy"),
+        (["status", "--xyzzy", "4"], "status: unrecognized arguments: --xyzzy"),
     ],
 )
 def test_an_unknown_option_is_one_line_of_its_own_command(
@@ -201,10 +201,10 @@ def test_an_unknown_option_is_one_line_of_its_own_command(
 
 def test_a_wrong_value_of_an_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["simulate", "--config", QUICKSTART, "--turns", "2.5"])
+        main(["logs", "--last", "2.5"])
     assert caught.value.code == 2
-    said = "argument --turns: invalid int value: '2.5'"
-    assert capsys.readouterr().err == f"baton simulate: {said}; see baton simulate --help\n"
+    said = "argument --last: '2.5' is no number from 1 on"
+    assert capsys.readouterr().err == f"baton logs: {said}; see baton logs --help\n"
 
 
 @pytest.mark.parametrize(
@@ -212,11 +212,8 @@ def test_a_wrong_value_of_an_option_is_one_line(capsys: pytest.CaptureFixture[st
     [
         (["trace", "runs/r", "run.seed=1"], "run.seed=1: baton trace takes no settings; see baton trace --help"),
         (["run", "--generator.concurrent-groups=3"], "has no dashes before it: generator.concurrent-groups=VALUE"),
-        (["submit"], "baton submit is gone: use ray job submit"),
         (["config", "schema", "trainer.lr=1"], "trainer.lr=1: the schema depends on no setting; leave it out"),
         (["trace", "--output", "/no/folder/x.json"], "--output /no/folder/x.json: there is no folder /no/folder"),
-        (["replay", "x", "--step", "1", "--out", "/no/folder/x"], "--out /no/folder/x: there is no folder /no/folder"),
-        (["simulate", "buffer.lookahead=20"], "8 is below buffer.lookahead (20)"),
         (["logs", "s3://bucket/run"], "s3://bucket/run: a run in a store has no folder here; "),
         (["status", "gs://bucket/run"], "gs://bucket/run: a run in a store has no folder here; "),
         (["eval", "http://host/model"], "http:/host/model: there is no such folder"),
@@ -229,15 +226,6 @@ def test_words_for_nothing_are_refused_with_what_to_write(
     assert main(words) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
-
-
-def test_a_long_simulation_says_how_far_it_is(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("service.simulate.command.QUIET_SECONDS", 0.05)
-    assert main(["simulate", "--steps", "2", "--median-tokens", "16"]) == 0
-    said = capsys.readouterr().err
-    assert re.search(r"^simulating \.\.\. \d+ s, waiting for step [12] of 2 in run 1 of 2$", said, re.M)
 
 
 def test_every_example_in_the_help_is_a_command_that_parses(capsys: pytest.CaptureFixture[str]) -> None:

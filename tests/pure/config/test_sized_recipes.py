@@ -15,9 +15,9 @@ from service.config.checks import check, check_bytes
 from service.errors import ConfigError
 from service.learn.model.hf_config import read_config
 from service.learn.model.router_replay import routing_of_model
-from service.simulate.scenario import Scenario, SimulationSettings
-from service.simulate.world import simulated
 from tests.pure.config.test_recipes import CONFIGS, SIZED
+from tests.sim.calm_world import simulated
+from tests.sim.scenario import Scenario, SimulationSettings
 
 GPUS = dict(zip(SIZED, (1, 8, 8, 16, 16, 64), strict=True))
 

@@ -16,7 +16,6 @@ PARSER, HUB = "service/cli/parser.py", "actors/observe/metrics_hub.py"
 RUN, COMMANDS = "actors/driver/run.py", "actors/driver/commands.py"
 UPLOADS = r"from service\.store\.uploads import .*\n"
 LINES: dict[str, list[tuple[str, ...]]] = {
-    "simulate": [(PARSER, r'    Command\("simulate".*\n')],
     "trace": [(PARSER, r'    Command\("trace".*\n'), (PARSER, r'    Command\("trajectories".*\n')],
     "plan": [(PARSER, r'    Command\("plan".*\n'), (HUB, r"from service\.plan\..*\n"), (HUB, r", Window\(\)")],
     "store": [
@@ -30,7 +29,6 @@ LINES: dict[str, list[tuple[str, ...]]] = {
 }
 """Room -> its lines at the edge: (file, what is taken out of it, what takes its place if that is not nothing)."""
 OWN_TESTS = {
-    "simulate": ["sim"],
     "trace": ["pure/timeline", "pure/trajectories"],
     "plan": ["pure/plan"],
     "store": ["pure/store"],

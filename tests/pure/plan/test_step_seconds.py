@@ -7,9 +7,8 @@ import pytest
 
 from service.config import load
 from service.plan.step_seconds import Setting, mean_before_cut
-from service.simulate.command import PRESET
-from service.simulate.scenario import Scenario, SimulationSettings
-from service.simulate.world import simulated
+from tests.sim.calm_world import simulated
+from tests.sim.scenario import PRESET, Scenario, SimulationSettings
 
 SIZE = ("trainer.mini_batch_size=8", "generator.concurrent_groups=16", "algorithm.n_samples_per_prompt=4")
 SCENARIO = Scenario(generators=1, median_tokens=24, steps=36)

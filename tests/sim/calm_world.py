@@ -8,12 +8,12 @@ import numpy as np
 
 from service.errors import RunFailed
 from service.handoff.ledger.lifecycle import GroupState
-from service.simulate.generator import SimulatedGenerator
-from service.simulate.host import Host
-from service.simulate.loop import Loop
-from service.simulate.measurements import Measurements, Report, distance
-from service.simulate.scenario import Scenario, SimulationSettings
-from service.simulate.trainer import SimulatedTrainer
+from tests.sim.generator import SimulatedGenerator
+from tests.sim.host import Host
+from tests.sim.loop import Loop
+from tests.sim.measurements import Measurements, Report, distance
+from tests.sim.scenario import Scenario, SimulationSettings
+from tests.sim.trainer import SimulatedTrainer
 
 HANG_SECONDS = 600.0
 """A run hangs if it takes no optimizer step and ends no group for this many simulated seconds more than the longest
@@ -109,13 +109,9 @@ class World:
         return f"version {status.policy_version}, groups {status.groups}, refused {status.refused}, {waits}"
 
 
-def simulated(
-    settings: SimulationSettings, scenario: Scenario, seed: int, watch: Callable[[World], None] | None = None
-) -> Report:
-    """Run a world and report its measurements; `watch`, if given, gets the world before it runs."""
+def simulated(settings: SimulationSettings, scenario: Scenario, seed: int) -> Report:
+    """Run a world and report its measurements."""
     world = World(settings, scenario, seed)
-    if watch is not None:
-        watch(world)
     world.run()
     measured, steps = world.measured, scenario.steps
     seconds = measured.committed_at[steps - 1]

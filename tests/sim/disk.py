@@ -64,6 +64,3 @@ class MemoryDisk(Disk):
 
     def remove(self, path: Path) -> None:
         del self.files[path]
-
-    def move(self, path: Path, target: Path) -> None:
-        self.files[target] = self.files.pop(path)

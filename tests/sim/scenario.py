@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +14,22 @@ from service.handoff.settings import BufferSettings
 from service.types import Int64s
 
 VOCABULARY = 1 << 20
+PRESET = (
+    "env.max_turns=1",
+    "generator.concurrent_groups=64",
+    "generator.max_input_length=64",
+    "generator.max_generate_length=16384",
+    "buffer.lookahead=4",
+    "buffer.max_staleness=8",
+    "buffer.step_deadline=1e6",
+    "buffer.lease_deadline=1e6",
+    "buffer.max_bytes=1099511627776",
+    "trainer.mini_batch_size=32",
+    "trainer.ranks=1",
+    "trainer.max_tokens_per_micro_batch=131072",
+)
+"""The settings of the table in docs/staleness.md: 64 groups of 8 trajectories at once, mini-batches of 32 groups, and
+room for the longest trajectories."""
 DRAWN = 1 << 15
 """Number of trajectories whose lengths are drawn to compute the mean time of a group."""
 
@@ -52,44 +67,30 @@ class SimulationSettings:
         )
 
 
-def _option(default: Any, meaning: str, lowest: float, highest: float, configured: str = "") -> Any:
-    """A field that is also an option of `baton simulate`, with its bounds; `configured`: its value by default if there
-    is a configuration (`Scenario.of`)."""
-    return field(default=default, metadata={"help": meaning, "bounds": (lowest, highest), "configured": configured})
-
-
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """The workload and the machines around the buffer; the buffer's own settings are in `SimulationSettings`."""
 
-    generators: int = _option(
-        4, "generator actors that share generator.concurrent_groups", 1, 1e4, "generator.engines or its min"
-    )
-    turns: int = _option(1, "turns of a trajectory", 1, 1e5, "the mean of 1 and env.max_turns, rounded up")
-    median_tokens: float = _option(
-        64.0, "median of a trajectory's sampled tokens", 1, 1e9, "half of generator.max_generate_length in each turn"
-    )
-    sigma: float = _option(0.5, "of the lognormal lengths: 0.5 moderate, 1.0 long tails", 0, 5)
-    token_seconds: float = _option(0.02, "seconds of one token of one trajectory", 1e-9, 10)
-    trainer_seconds: float | None = _option(
-        None, "seconds of one optimizer step; default: as long as the generators take for a mini-batch", 1e-9, 1e6
-    )
-    sync_seconds: float = _option(0.0, "seconds from an optimizer step to engines that serve it", 0, 1e6)
-    """The trainer does not wait for the weights to arrive."""
-    scorer_seconds: float = _option(1.0, "mean seconds in which a scorer answers about a group", 0, 1e6)
-    steps: int = _option(60, "optimizer steps to simulate", 1, 1e6)
+    generators: int = 4
+    """Generators, which share `generator.concurrent_groups`."""
+    turns: int = 1
+    median_tokens: float = 64.0
+    """Median of a trajectory's sampled tokens."""
+    sigma: float = 0.5
+    """Of the lognormal lengths: 0.5 moderate, 1.0 long tails."""
+    token_seconds: float = 0.02
+    trainer_seconds: float | None = None
+    """Seconds of an optimizer step; None: as long as the generators take for a mini-batch."""
+    sync_seconds: float = 0.0
+    """Seconds from an optimizer step to engines that serve it; the trainer does not wait for them."""
+    scorer_seconds: float = 1.0
+    """Mean seconds in which a scorer answers about a group."""
+    steps: int = 60
+    """Optimizer steps to simulate."""
     linger_seconds: float = 0.05
     """Seconds that a finished step waits for other steps, to share a message with them."""
     success: float = 0.5
     """Fraction of trajectories with reward 1."""
-
-    @staticmethod
-    def of(config: Config, given: Mapping[str, Any]) -> Scenario:
-        """The scenario of a configuration. Figures that are not in `given` are assumed as in `baton plan`."""
-        turns = given.get("turns", (config.env.max_turns + 2) // 2)
-        tokens = turns * config.generator.max_generate_length / 2
-        assumed = {"generators": config.generator.min_engines, "turns": turns, "median_tokens": tokens}
-        return Scenario(**{**assumed, **given})
 
     def slots(self, settings: SimulationSettings) -> int:
         """Number of groups that one generator plays at once."""
@@ -112,10 +113,6 @@ class Scenario:
         lengths = np.minimum(self._drawn(settings), self.longest(settings))
         group_seconds = float(lengths.max(axis=1).mean()) * self.token_seconds
         return group_seconds * settings.buffer.mini_batch_size / (self.slots(settings) * self.generators)
-
-    def cut(self, settings: SimulationSettings) -> float:
-        """Fraction of the trajectories that the limits of the configuration cut, because they would be longer."""
-        return float((self._drawn(settings) > self.longest(settings)).mean())
 
     def _drawn(self, settings: SimulationSettings) -> Int64s:
         """[group, sample] lengths of about `DRAWN` trajectories, without limits."""

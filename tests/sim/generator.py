@@ -13,10 +13,6 @@ from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.wire import accepted_group, encode
 from service.handoff.verbs import Assignment, Claim, Receipt, WaitReason
 from service.rollout.step_sinks import StepColumns
-from service.simulate.host import Client, Host
-from service.simulate.loop import Activity, Resume, Waiting
-from service.simulate.measurements import Measurements
-from service.simulate.scenario import Scenario
 from service.types import (
     Extension,
     Int64s,
@@ -28,6 +24,10 @@ from service.types import (
     TrajectoryEnd,
     TrajectoryId,
 )
+from tests.sim.host import Client, Host
+from tests.sim.loop import Activity, Resume, Waiting
+from tests.sim.measurements import Measurements
+from tests.sim.scenario import Scenario
 
 TOKEN_IDS = 1 << 16
 

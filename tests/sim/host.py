@@ -14,10 +14,10 @@ from service.handoff.journal.journal import Journal
 from service.handoff.scoring import Answer
 from service.handoff.verbs import Claim, Wait
 from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
-from service.simulate.disk import MemoryDisk
-from service.simulate.loop import Activity, Loop, Process, Resume, VirtualClock, Waiting
-from service.simulate.scenario import Scenario, SimulationSettings
 from service.types import PolicyVersion
+from tests.sim.disk import MemoryDisk
+from tests.sim.loop import Activity, Loop, Process, Resume, VirtualClock, Waiting
+from tests.sim.scenario import Scenario, SimulationSettings
 
 FOLDER = Path("journal")
 PROMPT_UIDS = [f"prompt-{row}" for row in range(1000)]

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from service.handoff.verbs import Wait, WaitReason
-from service.simulate.generator import SimulatedGenerator
-from service.simulate.host import POLL_SECONDS, Client, Host
-from service.simulate.loop import Activity, Resume, Waiting
-from service.simulate.measurements import Measurements
-from service.simulate.scenario import Scenario
 from service.types import MiniBatch, PolicyVersion, Refusal
+from tests.sim.generator import SimulatedGenerator
+from tests.sim.host import POLL_SECONDS, Client, Host
+from tests.sim.loop import Activity, Resume, Waiting
+from tests.sim.measurements import Measurements
+from tests.sim.scenario import Scenario
 
 
 class SimulatedTrainer(Client):
