@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from service.config import load_config
 from tests.invariant import violations
 from tests.sim.calm_world import simulated
