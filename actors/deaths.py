@@ -144,17 +144,13 @@ class KernelKills:
         self._counters, self._seen, self._at = counters, "", -math.inf
 
     def look(self) -> None:
-        """Read the kernel's counter of processes that were killed for lack of memory; if it has grown since the last
-        call, note the time."""
+        """Note the time if the kernel's counter of such kills has grown since the last call."""
         with suppress(OSError):  # some sandboxes have no such file
-            self._read(self._counters.read_text())
-
-    def _read(self, counters: str) -> None:
-        found = _OOM_KILLS.search(counters)
-        count = "" if found is None else found[1]
-        if self._seen not in ("", count):
-            self._at = time.monotonic()
-        self._seen = count
+            found = _OOM_KILLS.search(self._counters.read_text())
+            count = "" if found is None else found[1]
+            if self._seen not in ("", count):
+                self._at = time.monotonic()
+            self._seen = count
 
     def clause(self, name: str) -> str:
         """Return the end of a sentence about the death of the actor `name`: most likely it was out of memory. Empty if

@@ -20,7 +20,7 @@ from actors.driver.host_watch import HostWatch
 from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import Scaling
-from actors.observe.actor_logs import parts, say_which_are_elsewhere
+from actors.observe.actor_logs import say_which_are_elsewhere
 from actors.observe.metrics_hub import ScrapeTargets
 from actors.observe.telemetry import RunTelemetry
 from actors.trainer.step_profiles import Profiles
@@ -180,8 +180,7 @@ class Coordinator:
             await self._make_base(self._prepared.warmed_model)
         url = await self._all_up()
         await self._hosts.begin()
-        logged = parts(self._config.generator.min_engines, self._config.trainer.ranks)
-        say_which_are_elsewhere(logged, self._folder.path / LOGS, self._say)
+        say_which_are_elsewhere(self._folder.path / LOGS, self._say)
         self._targets = ScrapeTargets(self._folder.path, self._folder.write_targets)
         await self._targets.write()
         if self._config.metrics.port is None and not url.endswith(f":{DEFAULT_PORT}"):

@@ -1,5 +1,4 @@
-"""Watches the hosts of a run: which actors are on each host, and which hosts join, leave or are drained. A line is
-printed for each host that joins, leaves or gets the actors of a host that left."""
+"""Watches the hosts of a run: which actors each host holds, and which hosts join, leave or are drained."""
 
 from __future__ import annotations
 
@@ -42,15 +41,15 @@ def hosts() -> dict[str, ClusterHost]:
     for node in sorted(ray.nodes(), key=lambda node: str(node["NodeManagerAddress"])):
         if node["Alive"]:
             kind = f" ({node['Labels'][MARKET]})" if MARKET in node["Labels"] else ""
-            node_id = node["NodeID"]
-            held = (*sorted(parts.get(node_id, ())),)
-            found[node_id] = ClusterHost(node["NodeManagerAddress"] + kind, held, draining.get(node_id))
+            held = (*sorted(parts.get(node["NodeID"], ())),)
+            found[node["NodeID"]] = ClusterHost(node["NodeManagerAddress"] + kind, held, draining.get(node["NodeID"]))
     return found
 
 
 class HostWatch:
-    """Prints at the start which parts of the run (actors, and the driver) each host holds. Later it prints the hosts
-    that join or leave; if a host has left, also the new host of each part that it held."""
+    """Prints at the start which parts of the run (actors, and the driver) each host holds; later, the hosts that join
+    or leave. After each check `follow` is called with the end time of each drained node, by node
+    (`ClusterHost.ends_at`)."""
 
     def __init__(
         self,
@@ -58,12 +57,8 @@ class HostWatch:
         follow: Callable[[dict[str, int]], None],
         look: Callable[[], dict[str, ClusterHost]] = hosts,
     ) -> None:
-        """Store the settings; after each check `follow` is called with the end time of each drained node, by node
-        (`ClusterHost.ends_at`)."""
         self._say, self._follow, self._look = say, follow, look
         self._hosts: dict[str, ClusterHost] = {}
-        self._adrift: set[str] = set()
-        """Parts whose host is gone, until they run on another host."""
 
     async def begin(self) -> None:
         """Print which parts run on each host, if there are several."""
@@ -85,16 +80,10 @@ class HostWatch:
                 self._follow({node: host.ends_at for node, host in found.items() if host.ends_at is not None})
 
     def changed(self, found: dict[str, ClusterHost]) -> None:
-        """Print what has changed since the last check."""
-        for node, host in self._hosts.items():
-            if node not in found:
-                held = f"; it held {', '.join(host.parts)}" if host.parts else ""
-                self._say(f"host {host.name} is gone{held}")
-                self._adrift.update(host.parts)
-        for node, host in found.items():
-            if node not in self._hosts:
-                self._say(f"host {host.name} has joined")
-            if settled := self._adrift.intersection(host.parts):
-                self._say(f"host {host.name} now holds {', '.join(sorted(settled))}")
-                self._adrift -= settled
+        """Print which hosts have left or joined since the last check."""
+        for node in self._hosts.keys() - found.keys():
+            held = ", ".join(self._hosts[node].parts)
+            self._say(f"host {self._hosts[node].name} is gone" + (f"; it held {held}" if held else ""))
+        for node in found.keys() - self._hosts.keys():
+            self._say(f"host {found[node].name} has joined")
         self._hosts = found

@@ -7,9 +7,9 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from actors.watchdog import MARK
 from service.environment_variables import LOG_FOLDER
@@ -39,45 +39,35 @@ def begin_logs(parts: Sequence[str], folder: Path) -> None:
         (folder / f"{part}{SUFFIX}").touch()
 
 
-def say_which_are_elsewhere(parts: Sequence[str], folder: Path, say: Callable[[str], None]) -> None:
-    """For each log that is still empty after all actors were constructed, write a line to the terminal and into the
-    log. The line says where the output is instead."""
-    for part in parts:
-        file = folder / f"{part}{SUFFIX}"
-        if file.exists() and not file.stat().st_size:
-            where = (
-                f"the log of {part} is on its host, which does not share the run folder, as {elsewhere(folder, part)} "
-                "among Ray's logs; `ray logs` and Ray's dashboard show it"
-            )
-            say(where)
-            file.write_text(f"{where}\n")
+def say_which_are_elsewhere(folder: Path, say: Callable[[str], None]) -> None:
+    """Print which logs are still empty after all actors were constructed: those of hosts that do not share the run
+    folder."""
+    if missing := sorted(file.stem for file in folder.glob(f"*{SUFFIX}") if not file.stat().st_size):
+        hosts = "does not share the run folder: `ray logs` and Ray's dashboard show it"
+        say(f"the output of {', '.join(missing)} stays in Ray's logs on its host, which {hosts}")
 
 
 def keep_log(part: str) -> None:
     """Write all output of this process and its children to the part's log, including messages of Python's logging.
 
-    Outside a run, nothing changes. On a host that does not share the run folder, the log is in the folder of Ray's own
-    logs.
+    Outside a run, nothing changes; on a host that does not share the run folder, the output stays in Ray's own logs.
     """
     if (told := os.environ.get(LOG_FOLDER)) is None:
         return
+    logging.basicConfig(format=log_file.MESSAGE)
+    for ours in ("actors", "service"):
+        logging.getLogger(ours).setLevel(logging.INFO)
+    inode, _, folder = told.partition(":")
+    if not Path(folder).is_dir() or Path(folder).stat().st_ino != int(inode):
+        return
     first = f"{part} begins: process {os.getpid()} on {socket.gethostname()}"
-    command = [sys.executable, "-I", "-S", log_file.__file__, str(_file(told, part)), first]
-    read, write = os.pipe()
+    command = [sys.executable, "-I", "-S", log_file.__file__, f"{folder}/{part}{SUFFIX}", first]
     # Without the mark, because the watchdog must not end the copying process before the processes that write to it.
     environment = {key: value for key, value in os.environ.items() if key != MARK}
+    nowhere, (read, write) = subprocess.DEVNULL, os.pipe()
     try:
-        nowhere = subprocess.DEVNULL
-        subprocess.run(
-            command,
-            check=True,
-            timeout=START_SECONDS,
-            start_new_session=True,
-            env=environment,
-            stdin=read,
-            stdout=nowhere,
-            stderr=nowhere,
-        )
+        streams: dict[str, Any] = {"stdin": read, "stdout": nowhere, "stderr": nowhere}
+        subprocess.run(command, check=True, timeout=START_SECONDS, start_new_session=True, env=environment, **streams)
         for output in (sys.stdout.fileno(), sys.stderr.fileno()):
             os.dup2(write, output)
     except subprocess.SubprocessError:
@@ -85,27 +75,3 @@ def keep_log(part: str) -> None:
     finally:
         os.close(read)
         os.close(write)
-    logging.basicConfig(format=log_file.MESSAGE)
-    for ours in ("actors", "service"):
-        logging.getLogger(ours).setLevel(logging.INFO)
-
-
-def _file(told: str, part: str) -> Path:
-    """Return the log in the run folder if this host shares that folder, else one in the folder of Ray's logs."""
-    inode, _, path = told.partition(":")
-    folder = Path(path)
-    if folder.is_dir() and folder.stat().st_ino == int(inode):
-        return folder / f"{part}{SUFFIX}"
-    output = Path(f"/proc/self/fd/{sys.stdout.fileno()}").readlink()
-    # One of Ray's settings makes the output a pipe.
-    logs = output.parent if output.is_absolute() else Path(tempfile.gettempdir())
-    return logs / elsewhere(folder, part)
-
-
-def elsewhere(folder: Path, part: str) -> str:
-    """Return the name of a part's log if the log is in the folder of Ray's own logs.
-
-    >>> elsewhere(Path("runs/quickstart/logs"), "buffer")
-    'baton-quickstart-buffer.log'
-    """
-    return f"baton-{folder.parent.name}-{part}{SUFFIX}"

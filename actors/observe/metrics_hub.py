@@ -17,7 +17,7 @@ from aiohttp import web
 import service
 from actors.deaths import Supervised
 from actors.observe.actor_logs import keep_log
-from actors.observe.http_guard import for_own_names, serve
+from actors.observe.http_guard import for_own_names
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
@@ -54,7 +54,6 @@ class MetricsHub(Supervised):
         self._hub = Hub(SystemClock(), Window())
         self._timeline = None if self._folder is None else TimelineFiles(self._folder / TIMELINE)
         self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
         self._url = ""
         self._starting = asyncio.Lock()
         self._refused = False
@@ -81,9 +80,7 @@ class MetricsHub(Supervised):
             raise
         runner = web.AppRunner(self._app(), access_log=None)
         await runner.setup()
-        if (server := runner.server) is None:
-            raise RuntimeError("the runner is set up, but has no server")
-        self._listener = await serve(server, listening)
+        await web.SockSite(runner, listening).start()
         self._runner = runner
         named = self._metrics.host
         on_all = named in ("0.0.0.0", "::")  # other hosts get an address at which they can reach it
@@ -122,8 +119,7 @@ class MetricsHub(Supervised):
         """Close the port and the timeline."""
         if self._timeline is not None:
             self._timeline.close()
-        if self._runner is not None and self._listener is not None:
-            self._listener.close()
+        if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 

@@ -12,8 +12,6 @@ import urllib.request
 from http.client import HTTPException
 from ipaddress import ip_address
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,7 +35,7 @@ examples:
 """
 
 FETCH_SECONDS = 5.0
-"""Maximum seconds to wait for a whole status document."""
+"""Maximum seconds to wait for a connection, and for the next bytes of the answer."""
 MAX_STATUS_BYTES = 16 << 20
 
 SCHEMES = ("http://", "https://")
@@ -76,19 +74,16 @@ def run_status(target: str, runs: Path = RUNS) -> Status:
     summary = _read_summary(folder)
     try:
         status = fetch_status(_address_in(folder))
-    except UserError as error:
-        if summary is not None:
-            return {"folder": str(folder), "summary": summary}
-        if not is_locked(folder) or not (folder / ADDRESS).exists():
-            raise UserError(_no_address(folder)) from error
-        raise
-    # An address outlives its run, and the next run may listen at the same port.
-    run = status.get("run")
-    served = run.get("folder") if isinstance(run, dict) else None
-    if not isinstance(served, str) or Path(served) == folder.resolve():
-        return status
-    if summary is None:
+        # An address outlives its run, and the next run may listen at the same port.
+        served = status["run"].get("folder") if isinstance(status.get("run"), dict) else None
+        if not isinstance(served, str) or Path(served) == folder.resolve():
+            return status
         raise UserError(f"{folder}: this run does not answer; at its address answers {served}")
+    except UserError as error:
+        if summary is None and (not is_locked(folder) or not (folder / ADDRESS).exists()):
+            raise UserError(_no_address(folder)) from error
+        if summary is None:
+            raise
     return {"folder": str(folder), "summary": summary}
 
 
@@ -135,27 +130,12 @@ def fetch_status(address: str) -> Status:
 
 
 def _fetched(url: str) -> bytes:
-    """The document at `url`, fetched within `FETCH_SECONDS`; requests to this machine bypass proxies."""
+    """The document at `url`; requests to this machine bypass proxies."""
     here = is_loopback(urlsplit(url).hostname or "")
     opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if here else []))
-    answers: SimpleQueue[bytes | Exception] = SimpleQueue()
-
-    def fetch() -> None:
-        try:
-            with opener.open(url, timeout=FETCH_SECONDS) as answer:
-                answers.put(answer.read(MAX_STATUS_BYTES))
-        except Exception as error:  # noqa: BLE001 - raised by the thread that waits
-            answers.put(error)
-
-    # A socket's timeout restarts with every byte; a server that sends byte by byte would take for ever.
-    Thread(target=fetch, daemon=True).start()
-    try:
-        answer = answers.get(timeout=FETCH_SECONDS)
-    except Empty:
-        raise TimeoutError(f"no whole answer in {FETCH_SECONDS:g} s") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    with opener.open(url, timeout=FETCH_SECONDS) as answer:
+        document: bytes = answer.read(MAX_STATUS_BYTES)
+    return document
 
 
 def is_loopback(host: str) -> bool:

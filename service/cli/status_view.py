@@ -74,10 +74,8 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
         last = f"; last failure: {scorer['last_failure']}" if scorer["last_failure"] else ""
         yield "scorer", f"{name}: {_counts(groups) or 'no group yet'}{last}"
     seconds, waited = _number(step.get("timing/step"), 2), _percent(step.get("async/trainer_wait_fraction"))
-    stale = _number(step.get("async/staleness_mean"), 2)
-    yield "trainer", f"newest step {seconds} s, waited {waited}, staleness {stale}"
-    sync = _number(run.get("weights_sync_seconds"), 2)
-    yield "weights", f"step {status['policy_version']['step']}, sync {sync} s"
+    stale, sync = _number(step.get("async/staleness_mean"), 2), _number(run.get("weights_sync_seconds"), 2)
+    yield "trainer", f"newest step {seconds} s, waited {waited}, staleness {stale}, weights synced in {sync} s"
     if "reward/avg_raw_reward" in step:
         length = _number(step.get("generate/avg_response_length"), 1)
         ago = f", {duration(now - run['stepped'])} ago" if "stepped" in run else ""
@@ -97,17 +95,8 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
         # a generator's claim waits while the generator continues its open groups
         what = f"one more group ({what})" if wait["who"].startswith("generator") else what
         yield "waits", f"{wait['who']} for {what}, {duration(now - wait['since'])}"
-    of_host: dict[str, list[str]] = {}
-    for actor in status["actors"]:
-        of_host.setdefault(actor.get("host", ""), []).append(actor["ident"])
-    if len(of_host) > 1:
-        for host, idents in sorted(of_host.items()):
-            yield "host", f"{host or 'not known'}: {', '.join(idents)}"
     if silent := [actor["ident"] for actor in status["actors"] if actor["state"] != "up"]:
         yield "silent", ", ".join(silent)
-    leaks = ((actor["ident"], actor.get("leaked_tasks")) for actor in status["actors"])
-    if leaked := [f"{ident} {count}" for ident, count in leaks if count]:
-        yield "leaked", f"episodes that did not return after their cancellation: {', '.join(leaked)}"
 
 
 def _wrapped(line: str, width: int) -> list[str]:

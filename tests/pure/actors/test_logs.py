@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from actors.driver.evaluate_model import logs_kept_on_failure
-from actors.observe.actor_logs import begin_logs, elsewhere, log_env, parts, say_which_are_elsewhere
+from actors.observe.actor_logs import begin_logs, log_env, parts, say_which_are_elsewhere
 from service.errors import RunFailed
 from service.run.log_file import LOG_BYTES, OLDER_FILES
 from tests.waiting import until
@@ -85,25 +85,23 @@ def test_a_log_that_cannot_be_written_leaves_the_output_where_it_was(tmp_path: P
     assert (tmp_path / "output").read_text() == "goes on\n"
 
 
-def test_on_a_host_without_the_run_folder_the_log_is_beside_rays_and_the_run_says_where(tmp_path: Path) -> None:
-    logs, ray, other = tmp_path / "quickstart" / "logs", tmp_path / "ray", tmp_path / "moved"
+def test_on_a_host_without_the_run_folder_the_output_stays_in_rays_log_and_the_run_says_so(tmp_path: Path) -> None:
+    logs, ray, other = tmp_path / "quickstart" / "logs", tmp_path / "worker.out", tmp_path / "moved"
     logs.mkdir(parents=True)
-    ray.mkdir()
     environment = {**os.environ, **log_env(logs)}
     logs.rename(other)
     logs.mkdir()  # another folder of the same name, as on another host
-    code = BEGINNING + "print('the last word')"
-    with (ray / "worker.out").open("wb") as output:
-        subprocess.run([sys.executable, "-c", code], env=environment, stdout=output, check=True)
-    assert lines_of(ray / elsewhere(logs, PART), "the last word")
-
+    with ray.open("wb") as output:
+        subprocess.run(
+            [sys.executable, "-c", BEGINNING + "print('a word')"], env=environment, stdout=output, check=True
+        )
+    assert ray.read_text() == "a word\n" and not [*logs.iterdir()]
     said: list[str] = []
     begin_logs(parts(1, 1), other)
     for part in ("driver", "metrics-hub", "buffer", "trainer-0"):
         (other / f"{part}.log").write_text("begins\n")
-    say_which_are_elsewhere(parts(1, 1), other, said.append)
-    assert len(said) == 1 and PART in said[0] and elsewhere(other, PART) in said[0]
-    assert (other / f"{PART}.log").read_text() == f"{said[0]}\n"
+    say_which_are_elsewhere(other, said.append)
+    assert len(said) == 1 and f"the output of {PART} stays" in said[0]
 
 
 def test_an_evaluation_that_failed_before_an_engine_began_leaves_no_empty_folder() -> None:

@@ -5,16 +5,14 @@ import json
 import math
 import socket
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 import pytest
 import ray
 
-from actors.observe.metrics_hub import MetricsHub, prefers_html, run_target
+from actors.observe.metrics_hub import MetricsHub, run_target
 from service.cli.status import fetch_status
 from service.cli.status_view import status_lines
 from service.config import Config, MetricsConfig, load_config
@@ -23,7 +21,6 @@ from service.observe.alert_thresholds import AlertThresholds
 from service.observe.hub import HISTORY_KEYS, SILENT_SECONDS, Hub
 from service.observe.metrics import Metrics
 from service.run.folder import read_address
-from service.run.metrics_port import DEFAULT_PORT, PORTS_TRIED
 from tests.pure.buffer.world import TurnedClock
 
 THRESHOLDS = AlertThresholds.of(Config())
@@ -84,35 +81,6 @@ def test_the_status_has_the_sessions_of_agents_and_their_calls_a_second_over_all
     )
     clock.now += SILENT_SECONDS
     assert hub.status()["agents"] == {}
-
-
-def test_the_status_has_a_line_for_each_host_where_there_are_several() -> None:
-    hub = Hub(TurnedClock())
-
-    def push(role: str, ident: str, host: str) -> None:
-        metrics = Metrics(role, ident, THRESHOLDS)
-        metrics.set("baton_actor_host_info", 1.0, host=host)
-        hub.push(f"{role}/{ident}", metrics.snapshot())
-
-    def shown() -> list[list[str]]:
-        return [line.split() for line in status_lines(hub.status(), 90) if line.startswith("  host ")]
-
-    push("buffer", "buffer", "10.0.0.1")
-    push("driver", "driver", "10.0.0.1")
-    assert shown() == []
-    push("generator", "generator-0", "10.0.0.2")
-    assert [actor["host"] for actor in hub.status()["actors"]] == ["10.0.0.1", "10.0.0.1", "10.0.0.2"]
-    assert shown() == [["host", "10.0.0.1:", "buffer,", "driver"], ["host", "10.0.0.2:", "generator-0"]]
-    push("buffer", "buffer", "10.0.0.2")
-    assert shown()[1] == ["host", "10.0.0.2:", "buffer,", "generator-0"], "the buffer has moved"
-
-
-def test_the_status_has_how_long_new_weights_took() -> None:
-    hub = Hub(TurnedClock())
-    assert any("sync - s" in line for line in status_lines(hub.status()))
-    hub.put_status("run", {"weights_sync_seconds": 0.031})
-    hub.put_status("step", {"timing/step": 1.0})  # a step in which no update ended
-    assert any("sync 0.03 s" in line for line in status_lines(hub.status()))
 
 
 def test_a_run_that_got_the_address_of_a_killed_one_does_not_answer_for_it() -> None:
@@ -194,29 +162,6 @@ def test_a_restarted_hub_serves_again_with_the_next_push() -> None:
     asyncio.run(scenario())
 
 
-def test_a_hundred_hubs_that_start_two_at_a_time_all_get_a_port_of_their_own() -> None:
-    """No port is configured, so both of a pair want the same one."""
-    both = Barrier(2)
-
-    def start(_: int) -> str:
-        async def scenario() -> str:
-            hub = MetricsHub(Config().model_dump_json())
-            both.wait(timeout=60)
-            url = await hub.start()
-            both.wait(timeout=60)
-            assert json.loads((await get(f"{url}/healthz"))[1]) == {"ok": True, "silent": []}
-            both.wait(timeout=60)
-            await hub.stop()
-            return url
-
-        return asyncio.run(scenario())
-
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(50):
-            first, second = (int(url.rpartition(":")[2]) for url in pool.map(start, range(2)))
-            assert first != second and {first, second} <= {*range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED)}
-
-
 @pytest.mark.parametrize("port", [None, 0])
 def test_a_restarted_hub_serves_at_the_same_address_and_at_another_one_if_it_was_taken_meanwhile(
     port: int | None, tmp_path: Path
@@ -239,14 +184,6 @@ def test_a_restarted_hub_serves_at_the_same_address_and_at_another_one_if_it_was
             assert await served() != first
 
     asyncio.run(scenario())
-
-
-BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
-
-
-@pytest.mark.parametrize("accept", [BROWSER, "*/*", "", "application/json", "text/html;q=0.8, application/json"])
-def test_html_is_for_browsers_and_json_for_whoever_names_it_or_nothing(accept: str) -> None:
-    assert prefers_html(accept) is (accept == BROWSER)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
