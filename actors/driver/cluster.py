@@ -39,9 +39,9 @@ from actors.scorers.actor import all_up, place_scorers
 from actors.scorers.workers import asking
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
-from service.agents.session_keys import Keys
 from service.config import Config
 from service.errors import RunFailed, UserError
+from service.rollout.run_secret import RunSecret
 from service.run.folder import ADDRESS
 from service.run.inputs import Prepared
 from service.run.phases import say
@@ -72,7 +72,7 @@ class Cluster:
         return {HUB: self.hub, BUFFER: self.buffer, **self.scorers, **self.trainer.named}
 
 
-def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys | None = None) -> Cluster:
+def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunSecret | None = None) -> Cluster:
     """Create every actor of the run, as soon as the cluster has room for the ranks and the engines.
 
     Raises:
@@ -110,7 +110,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
         actor = ray.remote(concurrency_groups={WATCHING: 1})(Generator).options(
             name=name, max_restarts=max_restarts, **options
         )
-        return actor.remote(name, config_json, *paths, BUFFER, HUB, keys, number, str(prepared.base))
+        return actor.remote(name, config_json, *paths, BUFFER, HUB, secret, number, str(prepared.base))
 
     async def place(number: int) -> Placed:
         own = [engine_bundle(config, gpus)]

@@ -68,7 +68,6 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         resume, overrides = folder_to_resume(arguments.resume, arguments.config, overrides, from_store)
         arguments.config.insert(0, resume / CONFIG)
     with phase("reading the configuration", after=SHORT_SECONDS):
-        from service.agents.session_keys import WORKER_KEY, worker_key
         from service.config import check_paths
         from service.config.command_line import checked_config
         from service.learn.proof.unknown import refuse_unknown
@@ -76,8 +75,6 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
         config, source = checked_config(arguments, overrides)
         with source.named_in_errors():
-            file = config.endpoint.worker_key_file if config.endpoint is not None else None
-            worker_key(file, os.environ.get(WORKER_KEY, ""), config.env.workers == "outside")
             config, revisions = downloaded(config)
             refuse_unknown(config.model.path)
             check_paths(config)

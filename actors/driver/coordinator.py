@@ -377,8 +377,6 @@ class Coordinator:
                 return answer
             accepted(answer)
             self._waits_for = f"a mini-batch: {answer.detail}"
-            if self._config.env.workers == "outside":
-                self._waits_for += "; an agent worker plays it"
             self._telemetry.doing("waiting", reason=answer.reason, detail=answer.detail)
             statuses = await self._generator_pool.statuses()
             try:

@@ -89,10 +89,9 @@ def beside_a_run(config: Config) -> Config:
     No weights are sent, so engines share no GPU with trainer ranks. Agents' commands run on this machine, and
     their endpoints use free ports.
     """
-    weights, env = config.weights.model_copy(update={"transport": "memory"}), config.env
-    env, agents = env.model_copy(update={"workers": "here"}), config.agents
-    agents = agents and agents.model_copy(update={"port": 0})
-    return config.model_copy(update={"weights": weights, "env": env, "agents": agents})
+    weights = config.weights.model_copy(update={"transport": "memory"})
+    agents = config.agents and config.agents.model_copy(update={"port": 0})
+    return config.model_copy(update={"weights": weights, "agents": agents})
 
 
 async def _until_stopped(evaluating: Coroutine[Any, Any, list[Evaluation]]) -> list[Evaluation]:

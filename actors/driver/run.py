@@ -20,7 +20,6 @@ from actors.driver.prepare import prepare
 from actors.driver.ray_session import ray_session
 from actors.driver.signals import FORCING, exit_on_stop_signals, force_after, heeded_signals, on_stop_signal
 from actors.observe.actor_logs import begin_logs, parts
-from service.agents.session_keys import WORKER_KEY, Keys, run_keys
 from service.config import Config, check, resolved_yaml
 from service.config.core_settings import buffer_settings
 from service.config.paths import with_absolute_paths
@@ -29,6 +28,7 @@ from service.files import write_atomic
 from service.handoff.ledger.replaying import check_begun
 from service.handoff.settings import opening
 from service.rollout.prompts.dataset import rows_digest
+from service.rollout.run_secret import RunSecret, run_secret
 from service.run.checkpoints import Checkpoints, Manifest
 from service.run.folder import (
     CHECKPOINTS,
@@ -117,8 +117,7 @@ def _run(
     with phase("preparing the data and the model"):
         try:
             prepared = prepare(with_absolute_paths(config), folder.path)
-            key, outside = os.environ.pop(WORKER_KEY, ""), config.env.workers == "outside"
-            keys = run_keys(folder.path, config.endpoint, key, outside) if config.endpoint is not None else None
+            secret = run_secret(folder.path) if config.endpoint is not None else None
             if manifest is not None:
                 settings = buffer_settings(config, prepared.vocab_size, prepared.routing)
                 uids = [task.uid for task in prepared.tasks]
@@ -147,7 +146,7 @@ def _run(
     too_late = f"{seconds:g} s after the stop signal (run.stop_grace) the run had not ended in order"
     with force_after(seconds, partial(end_by_force, config, folder, too_late)) as countdown:
         try:
-            code = _run_on_ray(config, folder, prepared, keys, manifest, uploads, countdown)
+            code = _run_on_ray(config, folder, prepared, secret, manifest, uploads, countdown)
         except BaseException:  # what the run has written is uploaded all the same
             wait_for_uploads(uploads, heeded)
             raise
@@ -160,7 +159,7 @@ def _run_on_ray(
     config: Config,
     folder: RunWriter,
     prepared: Prepared,
-    keys: Keys | None,
+    secret: RunSecret | None,
     manifest: Manifest | None,
     uploads: Uploads | None,
     countdown: Callable[[int], None],
@@ -173,7 +172,7 @@ def _run_on_ray(
     with contextlib.ExitStack() as held:
         with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
             held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early))
-        cluster = place_actors(with_absolute_paths(config), prepared, folder.path / JOURNAL, keys)
+        cluster = place_actors(with_absolute_paths(config), prepared, folder.path / JOURNAL, secret)
         coordinator = Coordinator(config, cluster, folder, prepared, say, manifest, uploads)
         force = partial(end_by_force, config, folder, f"{FORCING} stop signals came before the run had ended in order")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.engine.run_player import RunPlayer
-from actors.engine.vllm_parser import use_parser
+from service.agents.agents import Agents
 from service.agents.trial import ScriptedPolicy, Trial
 from service.config import Config
 from service.rollout.chat.chat import load_chat
@@ -48,8 +48,8 @@ async def _serve(config: Config, model: Path, script: list[str], record: Path | 
         )
         player = RunPlayer(config, model, policy)
         held.push_async_callback(player.close)
-        use_parser(player, config.endpoint, model)
-        if player.agents is None:
+        player.load()
+        if not isinstance(player.agents, Agents):
             raise RuntimeError("the configuration has no endpoint")
         trial = Trial(player.agents)
         for number in (signal.SIGINT, signal.SIGTERM):

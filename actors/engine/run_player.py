@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from service.agents.agents import Agents
+from actors.engine.agents import agents_of
 from service.agents.runner.runner import AgentRunner
-from service.agents.session_keys import Keys
 from service.config import Config
-from service.rollout.chat.chat import Chat
 from service.rollout.engine import Engine
-from service.rollout.limits import AgentLimits, PlaySettings
+from service.rollout.limits import PlaySettings
 from service.rollout.player import Player
+from service.rollout.run_secret import RunSecret
 
 
-class RunPlayer(Player[Agents]):
+class RunPlayer(Player):
     """Plays the trajectories of a configured run on one engine."""
 
     def __init__(
@@ -22,14 +22,16 @@ class RunPlayer(Player[Agents]):
         config: Config,
         model_folder: Path,
         engine: Engine,
-        keys: Keys | None = None,
+        secret: RunSecret | None = None,
         number: int = 0,
     ) -> None:
-        """Store the settings. `keys`: the keys of the run's agents; `number`: the number of this generator, from 0."""
-        endpoint = config.endpoint
-
-        def agents(chat: Chat, timed: Engine, limits: AgentLimits) -> Agents | None:
-            return None if endpoint is None else Agents(endpoint, chat, timed, limits, keys, number)
-
+        """Store the settings. `secret`: the run's secret, for the keys of agents; `number`: the number of this
+        generator, from 0."""
         settings = PlaySettings(config.run.seed, config.env, config.generator, config.roles)
-        super().__init__(settings, model_folder, engine, agents, AgentRunner(config.env))
+        super().__init__(
+            settings,
+            model_folder,
+            engine,
+            agents=partial(agents_of, config, model_folder, secret, number),
+            commands=AgentRunner(config.env),
+        )

@@ -10,7 +10,6 @@ from typing import Any
 from actors.calls import call
 from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_engine import VllmEngine
-from actors.engine.vllm_parser import use_parser
 from actors.observe.actor_logs import keep_log
 from service.config import Config
 from service.evaluation.play import play_shard
@@ -52,12 +51,11 @@ class Evaluator:
         self._config = Config.model_validate_json(config_json)
         self._engine = VllmEngine(self._config, Path(model_folder))
         self._player = RunPlayer(self._config, Path(model_folder), self._engine)
-        self._model_folder = Path(model_folder)
 
     async def start(self) -> None:
         """Start the engine; raises the errors of the engine's start."""
         await self._engine.start(PolicyVersion(0, 0))
-        use_parser(self._player, self._config.endpoint, self._model_folder)
+        self._player.load()
 
     async def evaluate(self, name: str, tasks_file: str, n_samples: int, shard: EvalShard) -> list[EvalTrajectory]:
         """Sample trajectories of one shard of an evaluation set."""

@@ -24,7 +24,6 @@ from actors.calls import first_error, resolve_actor
 from actors.deaths import WATCHING, Supervised
 from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_engine import VllmEngine
-from actors.engine.vllm_parser import use_parser
 from actors.generator.activity import Activity
 from actors.generator.claimer import Claimer
 from actors.generator.group_limit import GroupLimit
@@ -34,8 +33,6 @@ from actors.observe.reporting import Reporter
 from actors.weights.image import ImageHolder
 from actors.weights.part import Source
 from actors.weights.policy_tensors import WeightBytes
-from service.agents.agents import Agents
-from service.agents.session_keys import Keys
 from service.config import Config
 from service.errors import ProcessLost, RunFailed, Starved
 from service.evaluation.play import play_shard
@@ -48,7 +45,9 @@ from service.observe.loop_watch import LoopWatch
 from service.observe.measure import measure_states, measure_steps
 from service.observe.metrics import Metrics
 from service.rollout.environment import Task
+from service.rollout.player import AgentPlayer
 from service.rollout.prompts.dataset import load_tasks, task_of
+from service.rollout.run_secret import RunSecret
 from service.types import PolicyVersion, Steps, TrajectoryEnd, TrajectoryId
 from service.user_code import enter_user_folder
 
@@ -81,12 +80,12 @@ class Generator(ImageHolder, Supervised):
         tasks_file: str,
         buffer: Any,
         hub: Any,
-        keys: Keys | None = None,
+        secret: RunSecret | None = None,
         number: int = 0,
         base: str | None = None,
     ) -> None:
-        """Store the settings. `keys`: the keys of the run's agents; `number`: the index of this generator in the
-        run, from 0; `base`: the folder of the engine's weights, which exists when the engine starts (None:
+        """Store the settings. `secret`: the run's secret, for the keys of agents; `number`: the index of this generator
+        in the run, from 0; `base`: the folder of the engine's weights, which exists when the engine starts (None:
         `model_folder`)."""
         super().__init__()
         keep_log(name)
@@ -96,8 +95,7 @@ class Generator(ImageHolder, Supervised):
         self._buffer = resolve_actor(buffer)
         self._tasks = load_tasks(Path(tasks_file))
         self._engine = VllmEngine(self._config, Path(base or model_folder))
-        self._player = RunPlayer(self._config, Path(model_folder), self._engine, keys, number)
-        self._model_folder = Path(model_folder)
+        self._player = RunPlayer(self._config, Path(model_folder), self._engine, secret, number)
         self._limit = GroupLimit.of(self._config)
         self._groups = 0
         """Number of open groups."""
@@ -126,7 +124,7 @@ class Generator(ImageHolder, Supervised):
             await self._engine.start(PolicyVersion(0, 0))
         except Starved as error:
             raise self._failed(Starved(f"{self._name}: {error}")) from error
-        use_parser(self._player, self._config.endpoint, self._model_folder)
+        self._player.load()
         self._joined = await self._join()
         self._unfinished = await self._taken_over(self._joined)
         self._reporter.start()
@@ -148,8 +146,7 @@ class Generator(ImageHolder, Supervised):
         return self._joined
 
     async def _join(self) -> Membership:
-        resumes = self._config.env.workers == "outside"
-        incarnation = await self._ask(self._buffer.join, "generator", self._name, None, resumes)
+        incarnation = await self._ask(self._buffer.join, "generator", self._name, None, self._player.resumes)
         deadline = self._config.run.stall_deadline
         claim, submit = partial(self._ask, self._buffer.claim), partial(self._ask, self._buffer.submit)
         return Membership(
@@ -201,8 +198,6 @@ class Generator(ImageHolder, Supervised):
             async with asyncio.TaskGroup() as groups:
                 for unfinished in self._unfinished:
                     self._begin(groups, outbox, unfinished)
-                if self._config.env.workers == "outside" and self._player.agents is not None:
-                    await self._player.agents.listen()  # workers of agents may wait there before the first group
                 while True:
                     while self._is_full and not (claimer.leaves or claimer.arrived):
                         self._room.clear()
@@ -229,14 +224,13 @@ class Generator(ImageHolder, Supervised):
         keeps_weights = self._activity.is_evaluating and self._config.data.eval_mode == "beside"
         return keeps_weights or self._groups >= self._limit.groups
 
-    async def _renew(self, incarnation: int, agents: Agents) -> None:
+    async def _renew(self, incarnation: int, agents: AgentPlayer) -> None:
         """Tell the buffer which sessions are open, because a session may wait longer for its agent than the buffer
         waits for a step."""
         while True:
             await asyncio.sleep(self._config.buffer.step_deadline / RENEWALS)
-            open_ones = [session.trajectory for session in agents.sessions.open()]
             with suppress(Unreachable):  # the next renewal comes long before the deadline
-                await self._ask(self._buffer.renew, self._name, incarnation, open_ones)
+                await self._ask(self._buffer.renew, self._name, incarnation, agents.open_trajectories())
 
     async def _play_group(self, outbox: Outbox, assignment: Assignment, task: Task) -> None:
         try:

@@ -271,8 +271,8 @@ GENERATORS = dashboard(
     ),
     graph(
         "Sessions of agents",
-        "Open sessions: `calling` ones wait for the policy, `idle` ones for their agent, `offered` ones for a worker.",
-        Query(total("baton_agent_sessions", 'state=~"calling|idle|offered"', by="instance, state"), "{{state}}"),
+        "Open sessions: `calling` ones wait for the policy, `idle` ones for their agent.",
+        Query(total("baton_agent_sessions", 'state=~"calling|idle"', by="instance, state"), "{{state}}"),
     ),
     graph(
         "Steps of agents",

@@ -1,7 +1,6 @@
 """Plays trajectories of agents: each trajectory has a session at the endpoint of this process.
 
 agent.play(session, task, seed) --HTTP--> endpoint --> engine, steps --> session.finish(reward) --> the trajectory's end
-offer, claimed by a worker      --HTTP-->
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 from socket import gaierror
@@ -20,12 +19,10 @@ from urllib.parse import urlsplit
 from service.agents.call_roles import roles_of
 from service.agents.conversation_tree import Call, ConversationTree
 from service.agents.dialects.dialect import Refused
-from service.agents.offers import Offers
 from service.agents.reply_parser import JsonCalls, ReplyParser
 from service.agents.server import Endpoint
 from service.agents.session import Outcome, Session, kept_transcript
-from service.agents.session_keys import SECRET_BYTES, Keys
-from service.agents.sessions import Sessions
+from service.agents.sessions import Sessions, session_key
 from service.config.rollout import AgentsConfig
 from service.errors import UserError, in_one_line, last_lines
 from service.handoff.steps.roles import ROLES, Role, packed_roles
@@ -37,6 +34,7 @@ from service.rollout.engine import Engine, Generation, StructureRefused
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Task, TrajectoryFailed
 from service.rollout.limits import AgentLimits
+from service.rollout.run_secret import RunSecret, new_secret
 from service.rollout.step_sinks import StepSink
 from service.types import EvaluationId, Int32s, Steps, TrajectoryEnd, TrajectoryId
 
@@ -56,25 +54,26 @@ class Agents:
         chat: Chat,
         engine: Engine,
         limits: AgentLimits,
-        keys: Keys | None = None,
+        secret: RunSecret | None = None,
         number: int = 0,
+        make_parser: Callable[[], ReplyParser] = JsonCalls,
     ) -> None:
-        """`keys`: the keys of the run; None: keys that are valid only in this process. `number`: the generator's
-        number, from 0."""
+        """`secret`: the run's secret; None: keys are valid only in this process. `number`: the generator's number, from
+        0. `make_parser`: see `load`."""
         self._config = config
         self._number = number
-        self._keys = keys or Keys(secrets.token_bytes(SECRET_BYTES))
+        self._secret = secret or new_secret()
+        self._make_parser = make_parser
         self._chat = chat
         self._engine = engine
         self.limits = replace(limits, max_turns=config.max_calls, step_deadline=config.deadline)
         """Limits of an agent's trajectory; `step_deadline` bounds the agent's whole run."""
         self.parser: ReplyParser = JsonCalls()
         """The parser that reads the responses; a change applies to sessions that begin after it."""
-        noted = self._keys.run
+        noted = self._secret.run
         self.sessions = Sessions(None if noted is None else noted / f"ended_sessions_{number}")
-        self.offers = Offers(config)
         played = [name for name, role in limits.roles.items() if role is not None and role.mode != "frozen"]
-        self.endpoint = Endpoint(self.sessions, chat, limits.max_length, self._keys, self.offers, played)
+        self.endpoint = Endpoint(self.sessions, chat, limits.max_length, config.structured, played)
         self._restored: dict[str, Session] = {}
         """Sessions of an earlier process that nobody plays yet, by the trajectory's name."""
         self._roles: Counter[str] = Counter()
@@ -91,6 +90,14 @@ class Agents:
         self.trained = config.train
         """The roles that are trained; tokens of calls in other roles carry no loss."""
 
+    def load(self) -> None:
+        """Make the parser of the responses."""
+        self.parser = self._make_parser()
+
+    def open_trajectories(self) -> list[TrajectoryId]:
+        """The trajectories whose sessions are open."""
+        return [session.trajectory for session in self.sessions.open()]
+
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
         """Open a session again that an earlier process served, from its `steps`; `play` then continues the session.
 
@@ -106,12 +113,10 @@ class Agents:
         self._restored[str(trajectory)] = session
         return True
 
-    async def play(
-        self, trajectory: TrajectoryId, task: Task, guard: EnvGuard | None, seed: int, sink: StepSink
-    ) -> Played:
+    async def play(self, trajectory: TrajectoryId, task: Task, guard: EnvGuard, seed: int, sink: StepSink) -> Played:
         """Play one trajectory; `sink` gets a step for each call, then the trajectory's end.
 
-        `guard`: calls the agent within its time limits; None: an agent worker plays the trajectory.
+        `guard`: calls the agent within its time limits: `play`, or `resume` for a restored session.
         Returns once the buffer has answered about the trajectory's end.
         """
         await self.listen()
@@ -119,18 +124,18 @@ class Agents:
         session = restored or self.session(trajectory, task, sink)
         session.base_url = f"{self.address}/s/{session.name}/v1"
         try:
-            return await self._played(session, task, guard, seed, sink, restored is not None)
+            run = guard.play(session, task, seed, resumes=restored is not None)
+            return await self._played(session, task, guard, run, sink)
         finally:
             if session.recorded.cancel():
                 self.sessions.finished(session, "")  # the buffer was not asked, so the session is not finished
             self.sessions.remove(session)
 
     async def _played(
-        self, session: Session, task: Task, guard: EnvGuard | None, seed: int, sink: StepSink, is_claimed: bool
+        self, session: Session, task: Task, guard: EnvGuard, run: Coroutine[Any, Any, None], sink: StepSink
     ) -> Played:
         trajectory = session.trajectory
         failure, outcome, stop_reason = "", Outcome(0.0), session.stop_reason
-        run = self.offers.play(session, task, seed, is_claimed) if guard is None else guard.play(session, task, seed)
         playing = asyncio.create_task(run)
         try:
             outcome = await _outcome(session, playing)
@@ -147,8 +152,7 @@ class Agents:
             session.close()
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
-            if guard is not None:
-                await guard.close(trajectory)
+            await guard.close(trajectory)
         roles = [] if failure else roles_of(session.tree.calls)
         transcript = "\n\n".join(filter(None, (failure.partition("\n")[0], session.transcript)))
         end = TrajectoryEnd(
@@ -240,7 +244,7 @@ class Agents:
         name = "-".join(map(str, trajectory))
         if isinstance(trajectory, EvaluationId):  # may be played again, so the name is a new one
             name = f"eval-{secrets.token_hex(8)}"
-        key, max_tokens = self._keys.of(name), self._config.max_tokens
+        key, max_tokens = session_key(self._secret, name), self._config.max_tokens
         session = Session(trajectory, task.uid, tree, limits, max_tokens, sample, sink, name, key)
         self.sessions.add(session)
         return session

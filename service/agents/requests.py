@@ -24,7 +24,6 @@ from aiohttp import web
 
 from service.agents.dialects.dialect import Dialect, Refused
 from service.agents.session import MAX_LOGGED, Session
-from service.agents.session_keys import WORKER_KEY, Keys
 from service.agents.sessions import Sessions
 from service.errors import in_one_line
 from service.handoff.steps.roles import Role
@@ -65,9 +64,8 @@ SESSION = web.RequestKey("session", Session)
 class Requests:
     """Finds the sessions of requests, reads the bodies, and answers the requests that are refused."""
 
-    def __init__(self, sessions: Sessions, keys: Keys) -> None:
+    def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
-        self._keys = keys
         self.refused: Counter[str] = Counter()
         """Refused requests by status."""
         self.undelivered = 0
@@ -90,36 +88,19 @@ class Requests:
         return session
 
     def managed(self, request: web.Request) -> Session:
-        """The session of a request: found by its key, or by the worker key and the name in the path.
-
-        The session may have just ended.
+        """The session of the request's key; it may have just ended.
 
         Raises:
-            Refused: 401 for an unknown key, 404 for an unknown name, 409 for the key of a session that ended.
+            Refused: 401 for an unknown key, 409 for the key of a session that ended.
         """
-        session = request[SESSION] = self.sessions.find(*self._named(request))
+        session = request[SESSION] = self.sessions.find(_key(request))
         session.hear()
         return session
 
     def finished_with(self, request: web.Request) -> str:
-        """The digest of the body with which a client finished the session of a request; empty if no client finished it.
-
-        The session is found by its key, or by the worker key and the name in the path.
-        """
-        return self.sessions.finished_with(*self._named(request))
-
-    def _named(self, request: web.Request) -> tuple[str, str | None]:
-        """The key of a request, and the session's name in its path if the key is that of the workers."""
-        key = _key(request)
-        return key, request.match_info["session"] if self._keys.is_worker(key) else None
-
-    def check_worker(self, request: web.Request) -> None:
-        """Raises `Refused` unless the request carries the worker key."""
-        if not self._keys.worker:
-            needed = f"set agents.worker_key_file, or {WORKER_KEY} where the run starts"
-            raise Refused(403, None, f"this run has no worker key, so no worker may claim; {needed}")
-        if not self._keys.is_worker(_key(request)):
-            raise Refused(401, None, "the key is not that of the workers", "invalid_api_key")
+        """The digest of the body with which a client finished the session of the request's key; empty if no client
+        finished it."""
+        return self.sessions.finished_with(_key(request))
 
     @asynccontextmanager
     async def body(self, request: web.Request, most: int) -> AsyncIterator[bytes]:

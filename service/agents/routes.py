@@ -1,8 +1,7 @@
-"""Requests that do not call the policy: token counts and models, ends of sessions, and claims of workers.
+"""Requests that do not call the policy: token counts, models, and ends of sessions.
 
 /v1/messages/count_tokens  /v1/models  /tokenize  /detokenize        for clients that count tokens before they call
-/rl/sessions/ID/reward     /rl/sessions/ID/finish                    for agents that give their own reward, and workers
-/rl/claim  /rl/sessions/ID  .../heartbeat  .../abort                 for workers; all but claim also with a session key
+/rl/sessions/ID            .../reward          .../finish            for agents that finish their own session
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -26,22 +24,16 @@ from service.agents.dialects.body import TokenIds, parse_body, read_as
 from service.agents.dialects.dialect import MODEL, Refused
 from service.agents.dialects.messages import read_to_count
 from service.agents.message_form import read_messages
-from service.agents.offers import Offers
 from service.agents.policy_calls import COUNT_TOKENS
-from service.agents.requests import NO_ROOM, Requests, is_connected
+from service.agents.requests import NO_ROOM, Requests
 from service.agents.session import Outcome, Session, plain_outcome
 from service.handoff.steps.reward import NEEDED
-from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.special_tokens import MessagesRefused
-from service.rollout.environment import TrajectoryFailed, is_text
+from service.rollout.environment import is_text
 from service.rollout.plain_values import NotAllowed
 
 Body = Mapping[str, Any]
-CLAIM_SECONDS = 20.0
-"""Seconds for which a claim waits for a trajectory; then it gets status 204."""
-MAX_CLAIM_BYTES = 1 << 10
-"""Maximum bytes of the body of a claim, heartbeat or abort; its content is ignored."""
 MAX_END_BYTES = 1 << 20
 """Maximum bytes of the body with which an agent ends its session."""
 
@@ -57,9 +49,8 @@ class _Ids(Struct):
 class Routes:
     """Handles requests that need no policy."""
 
-    def __init__(self, requests: Requests, offers: Offers, of_model: Chat, max_model_len: int) -> None:
+    def __init__(self, requests: Requests, of_model: Chat, max_model_len: int) -> None:
         self._requests = requests
-        self._offers = offers
         self._chat = of_model
         self._max_model_len = max_model_len
 
@@ -72,15 +63,12 @@ class Routes:
         router.add_post(f"{prefix}/detokenize", self._about_tokens(self._detokenize))
 
     def add_session_routes(self, router: web.UrlDispatcher) -> None:
-        """Add the routes by which agents and workers manage a session. If a request has the key of a session, the key
-        selects the session, not the name in the path."""
+        """Add the routes by which agents look at their session and end it. The key of a request selects the session,
+        not the name in the path."""
         path = "/rl/sessions/{session}"
-        router.add_post("/rl/claim", self._claim)
         router.add_get(path, self._show)
-        router.add_post(f"{path}/reward", self._about_session(_reward, MAX_END_BYTES))
+        router.add_post(f"{path}/reward", self._reward)
         router.add_post(f"{path}/finish", self._finish)
-        router.add_post(f"{path}/heartbeat", self._about_session(_heartbeat, MAX_CLAIM_BYTES))
-        router.add_post(f"{path}/abort", self._about_session(_abort, MAX_CLAIM_BYTES))
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
@@ -124,19 +112,21 @@ class Routes:
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
-    def _about_session(self, answer: Callable[[Session, bytes], None], most_bytes: int) -> Handler:
-        """Make a handler for a body about the request's session; the response is an empty object."""
-
-        async def about_session(request: web.Request) -> web.StreamResponse:
-            session = self._requests.managed(request)
-            async with self._requests.body(request, most_bytes) as raw:
-                answer(session, raw)
-            return web.json_response({})
-
-        return about_session
-
     async def _show(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(_shown(self._requests.managed(request), request))
+        session = self._requests.managed(request)
+        return web.json_response({"session": session.name, "state": session.state, "calls": session.n_steps})
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        """Note the reward of a session that is finished without one."""
+        session = self._requests.managed(request)
+        async with self._requests.body(request, MAX_END_BYTES) as raw:
+            body = parse_body(raw)
+        with _naming_the_field():
+            outcome = _outcome(body)
+            session.rewards_of_calls(outcome)
+        session.check_open()
+        session.posted = outcome.reward
+        return web.json_response({})
 
     async def _finish(self, request: web.Request) -> web.StreamResponse:
         """Finish a session; the answer comes once the buffer has answered about the trajectory's end. A repeated
@@ -170,44 +160,10 @@ class Routes:
                 raise Refused(409, None, "the buffer wants no more of this trajectory")
         return web.json_response({})
 
-    async def _claim(self, request: web.Request) -> web.StreamResponse:
-        """Answer with the oldest waiting trajectory, or with 204 after `CLAIM_SECONDS` without one."""
-        self._requests.check_worker(request)
-        async with self._requests.body(request, MAX_CLAIM_BYTES):
-            pass
-        offer = await self._offers.claim(CLAIM_SECONDS)
-        if offer is None:
-            return web.Response(status=204)
-        session, settings = offer.session, self._offers.config
-        if not is_connected(request):
-            if session.state == "open":
-                self._offers.offer(offer)
-            return web.Response()  # the client has left
-        session.hear()
-        offer.claimed.set_result(None)
-        claim = {
-            "api_key": session.key,
-            "task": asdict(offer.task),
-            "seed": offer.seed,
-            "deadline": settings.deadline,
-            "heartbeat_deadline": settings.heartbeat_deadline,
-            "sampling": session.sampling,
-        }
-        return web.json_response(_shown(session, request) | claim)
-
 
 def _count_tokens(session: Session, body: Body) -> dict[str, Any]:
     """Number of prompt tokens that a call with the same body would have."""
     return {"input_tokens": len(session.opened(read_to_count(body)).prompt_ids)}
-
-
-def _reward(session: Session, raw: bytes) -> None:
-    body = parse_body(raw)
-    with _naming_the_field():
-        outcome = _outcome(body)
-        session.rewards_of_calls(outcome)
-    session.check_open()
-    session.posted = outcome.reward
 
 
 def _end(session: Session, body: Body) -> None:
@@ -215,23 +171,6 @@ def _end(session: Session, body: Body) -> None:
         raise Refused(400, "transcript", "is a text")
     with _naming_the_field():
         session.end(_outcome(body), session.transcript or transcript)
-
-
-def _heartbeat(session: Session, raw: bytes) -> None:
-    session.check_open()
-
-
-def _abort(session: Session, raw: bytes) -> None:
-    """Abort the session, because its worker stops: the trajectory is retried. A repeated request changes nothing."""
-    if session.state == "finished":
-        raise Refused(409, None, "the session is finished")
-    session.close(TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, "its worker gave it up"))
-
-
-def _shown(session: Session, request: web.Request) -> dict[str, Any]:
-    """A session as shown to its agent's runner, with the address to which the request was sent."""
-    address = f"{request.scheme}://{request.host}/s/{session.name}/v1"
-    return {"session": session.name, "state": session.state, "base_url": address, "calls": session.n_steps}
 
 
 def _outcome(body: Body) -> Outcome:

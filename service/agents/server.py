@@ -3,7 +3,7 @@
 server.py        connections and paths
 requests.py      keys, bodies, refusals
 policy_calls.py  calls of the policy
-routes.py        requests that do not call the policy: tokens, models, ends of sessions, claims of workers
+routes.py        requests that do not call the policy: tokens, models, ends of sessions
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from aiohttp.web_protocol import RequestHandler
 from service.agents.dialects.chat import CHAT
 from service.agents.dialects.dialect import Dialect, Refused, openai_error
 from service.agents.dialects.messages import MESSAGES
-from service.agents.offers import Offers
 from service.agents.policy_calls import COUNT_TOKENS, DIALECTS, Calls
 from service.agents.requests import STREAM, Requests
 from service.agents.routes import Routes
-from service.agents.session_keys import Keys
 from service.agents.sessions import Sessions
 from service.rollout.chat.chat import Chat
 
@@ -54,15 +52,14 @@ class Endpoint:
         sessions: Sessions,
         of_model: Chat,
         max_model_len: int,
-        keys: Keys,
-        offers: Offers,
+        structured: str,
         named_roles: Sequence[str] = (),
     ) -> None:
         """`of_model`: the model's tokenizer and chat template; `max_model_len`: maximum tokens of a prompt and its
-        response; `named_roles`: see `role_named`."""
-        self.requests = Requests(sessions, keys)
-        self.calls = Calls(self.requests, named_roles, offers.config.structured)
-        self._routes = Routes(self.requests, offers, of_model, max_model_len)
+        response; `structured`: the setting `agents.structured`; `named_roles`: see `role_named`."""
+        self.requests = Requests(sessions)
+        self.calls = Calls(self.requests, named_roles, structured)
+        self._routes = Routes(self.requests, of_model, max_model_len)
         self._silent: dict[Any, asyncio.TimerHandle] = {}
         """Connections that have sent no request yet, each with the timer that closes it."""
         self._runner: web.AppRunner | None = None

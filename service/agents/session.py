@@ -101,9 +101,7 @@ class Session:
         self.base_url = ""
         """The address that clients call."""
         self.heard = asyncio.get_running_loop().time()
-        """Time of the last sign of life from a client or a worker, on the event loop's clock in seconds."""
-        self.is_offered = False
-        """Whether the session waits for a worker to claim it."""
+        """Time of the last request of the agent, on the event loop's clock in seconds."""
         self.transcript = ""
         """The output of the agent's run, as the program that ran the agent reported it."""
         self.recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -149,9 +147,9 @@ class Session:
         return len(self.tree.calls)
 
     @property
-    def waits_for(self) -> Literal["calling", "offered", "idle"]:
-        """What an open session waits for: the policy, a worker that claims it, or its agent."""
-        return "calling" if self._flying else "offered" if self.is_offered else "idle"
+    def waits_for(self) -> Literal["calling", "idle"]:
+        """What an open session waits for: the policy, or its agent."""
+        return "calling" if self._flying else "idle"
 
     @property
     def stop_reason(self) -> StopReason:
@@ -211,18 +209,24 @@ class Session:
 
     @property
     def silence(self) -> float:
-        """Seconds since the last sign of life from a client or a worker; 0 while a call is being sampled."""
+        """Seconds since the agent's last request; 0 while a call is being sampled."""
         return 0.0 if self._flying else asyncio.get_running_loop().time() - self.heard
 
-    @property
-    def sampling(self) -> dict[str, float]:
-        """The sampling parameters of every call; clients cannot change them."""
-        sampling = self._limits.sampling
-        return {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
-
     def hear(self) -> None:
-        """Note a sign of life from the agent's client or worker."""
+        """Note that the agent sent a request."""
         self.heard = asyncio.get_running_loop().time()
+
+    async def until_finished(self, silence: float) -> None:
+        """Wait until the session has ended, because work elsewhere finished it.
+
+        Raises:
+            TimeoutError: no request came for `silence` seconds.
+        """
+        self.hear()
+        while not self.ended.done():
+            if (left := silence - self.silence) <= 0:
+                raise TimeoutError(f"no request of session {self.name} came for {silence:g} s")
+            await asyncio.wait({self.ended}, timeout=left)
 
     def restore(self, steps: Steps) -> None:
         """Restore the calls that an earlier process sampled, from their `steps`, which the buffer accepted; then the

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from base64 import urlsafe_b64encode
 from collections import Counter
 from hashlib import sha256
 from pathlib import Path
@@ -20,9 +21,11 @@ from typing import NamedTuple
 from service.agents.dialects.dialect import Refused
 from service.agents.session import Session
 from service.files import write_atomic
+from service.rollout.run_secret import RunSecret
 
 log = logging.getLogger(__name__)
 
+KEY_BYTES = 16
 MAX_ENDED = 4096
 """Maximum number of ended sessions that are remembered."""
 
@@ -65,8 +68,8 @@ class Sessions:
     def by_state(self) -> dict[str, int]:
         """Number of sessions by state, including the sessions that have ended.
 
-        An open session is `calling` (its client waits for the policy), `offered` (the session waits for a worker that
-        claims it) or `idle` (the endpoint waits for the next request).
+        An open session is `calling` (its client waits for the policy) or `idle` (the endpoint waits for the next
+        request).
         """
         open_ones = Counter[str](session.waits_for for session in self.open())
         return {"calling": 0, "idle": 0, **open_ones, **self.counts}
@@ -89,18 +92,16 @@ class Sessions:
         """All sessions that have not ended."""
         return [session for session in self._open.values() if session.state == "open"]
 
-    def find(self, key: str, name: str | None = None) -> Session:
-        """The session with this name or, if `name` is None, with this key; it may have ended a moment ago.
+    def find(self, key: str) -> Session:
+        """The session with this key; it may have ended a moment ago.
 
         Raises:
-            Refused: 401 for an unknown key, 404 for an unknown name, 409 for the key of a session that ended.
+            Refused: 401 for an unknown key, 409 for the key of a session that ended.
         """
-        found = self._names.get(_digest(key), "") if name is None else name
+        found = self._names.get(_digest(key), "")
         session = self._open.get(found)
-        if session is not None and (name is not None or hmac.compare_digest(session.key, key)):
+        if session is not None and hmac.compare_digest(session.key, key):
             return session
-        if name is not None:
-            raise Refused(404, None, "there is no open session of this name")
         if found in self._ended:
             raise Refused(409, None, "the session has ended")
         raise Refused(401, None, "the key is that of no session", "invalid_api_key")
@@ -118,15 +119,12 @@ class Sessions:
                 if self._lines > 2 * MAX_ENDED:
                     self._rewrite(self._file)
         except OSError as error:
-            log.warning("%s: %s; after a restart, repeated requests of sessions get 404", self._file, error)
+            log.warning("%s: %s; after a restart, repeated requests of sessions get 401", self._file, error)
             self._file = None
 
-    def finished_with(self, key: str, name: str | None = None) -> str:
-        """The digest of the body with which a client finished a session; empty if no client finished the session.
-
-        The session is the one with this name or, if `name` is None, with this key.
-        """
-        ended = self._ended.get(self._names.get(_digest(key), "") if name is None else name)
+    def finished_with(self, key: str) -> str:
+        """The digest of the body with which a client finished the session with this key; empty if none did."""
+        ended = self._ended.get(self._names.get(_digest(key), ""))
         return "" if ended is None else ended.body
 
     def _keep(self, ended: Ended) -> None:
@@ -143,6 +141,12 @@ class Sessions:
         """Rewrite the file, without the sessions that are no longer known."""
         write_atomic(file, "".join(map(_line, self._ended.values())))
         self._lines = len(self._ended)
+
+
+def session_key(secret: RunSecret, name: str) -> str:
+    """The key of the session with this name: an HMAC of the name under the run's secret."""
+    made = hmac.digest(secret.value, name.encode(), "sha256")[:KEY_BYTES]
+    return urlsafe_b64encode(made).rstrip(b"=").decode()
 
 
 def _digest(key: str) -> str:

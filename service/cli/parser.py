@@ -81,7 +81,6 @@ COMMANDS = (
     Command("trace", "write a run's timeline: who did what when", "service.trace.trace_command"),
     Command("trajectories", "show what the policy wrote in a run", "service.trace.trajectories_command"),
     Command("agent-try", "try an agent: what it calls, and what would be trained", "service.cli.agent_try", True),
-    Command("agent-worker", "run agents on a machine without Ray", "service.cli.agent_worker", True),
 )
 
 OTHER_NAMES = {"train": "run", "start": "run", "resume": "run --resume RUN", "validate": "config validate"}
@@ -155,8 +154,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(_from_home(word))
         elif word == "--config":
             words += [word, *map(_from_home, islice(rest, 1))]
-        elif word in ("--command", "--"):
-            words += [word, *rest]  # words after it belong to the command of `agent-worker`, or to sbatch
+        elif word == "--":
+            words += [word, *rest]  # words after it belong to sbatch
         elif _OVERRIDE.fullmatch(word):
             overrides.append(word)
         elif _DASHED.fullmatch(word):

@@ -41,11 +41,6 @@ def check(config: Config, source: Source | None = None, unused: tuple[str, ...] 
     _refuse((problem for problem in problems(config) if not problem.startswith(unused)), source)
 
 
-def check_command_only(config: Config, source: Source) -> None:
-    """Refuse wrong settings of a command that is run as an agent; other settings are not checked."""
-    _refuse(_command(config), source)
-
-
 def check_bytes(config: Config, expert_bytes: int) -> None:
     """Refuse limits of memory and of the journal that are too small. `expert_bytes`: bytes of the recorded expert
     numbers of one token.
@@ -197,17 +192,7 @@ def _command(config: Config) -> Iterator[str]:
     port = endpoint.port if endpoint is not None else 0
     if port and port + engines - 1 > LAST_PORT:
         yield f"agents.port: {port} leaves no ports for the {engines} generators, each of which has one; lower it"
-    if env.workers == "outside" and env.name != AGENT:
-        yield (
-            f"env.workers: outside workers would never claim anything, because env.name is {env.name!r}; set "
-            f"env.name={AGENT}, or env.workers=here"
-        )
-    elif env.workers == "outside" and not port:
-        yield (
-            "agents.port: 0 gives each generator a free port, another one after a restart: workers would neither find "
-            "it nor continue; give a port"
-        )
-    if env.name == AGENT and not env.command and env.workers == "here":
+    if env.name == AGENT and not env.command:
         yield f"env.command: is empty, so env.name={AGENT} has nothing to run; give a program and its arguments"
     if env.name != AGENT and env.command:
         yield f"env.command: would never run, because env.name is {env.name!r}; set env.name={AGENT}"

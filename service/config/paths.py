@@ -55,15 +55,6 @@ def elsewhere(config: Config) -> list[str]:
     return [problem.line for problem in problems]
 
 
-def check_command_paths(config: Config) -> None:
-    """Check that the folder and the program of a command that is run as an agent exist.
-
-    Raises:
-        UserError: the folder or the program is missing.
-    """
-    _refuse(problem for problem in _problems(config) if problem.line.startswith("env."))
-
-
 def with_absolute_paths(config: Config) -> Config:
     """The configuration with absolute paths, because other nodes have another current folder; `run.dir` is not
     changed."""

@@ -119,9 +119,6 @@ class EnvConfig(CommandConfig):
 
     name: str = "lookup"
     """Registered name of the environment; `agent`: the command `command` plays each trajectory."""
-    workers: Literal["here", "outside"] = "here"
-    """With `name: agent`: where `command` runs. `here`: in the generators; `outside`: in workers on other machines
-    (`baton agent-worker`), which claim trajectories from the endpoints."""
     max_turns: Positive = 4
     step_deadline: Seconds = 60.0
     """Seconds in which one call of the environment must return."""
@@ -155,12 +152,6 @@ class AgentsConfig(Section):
     port, which changes after a restart."""
     deadline: Seconds = 3600.0
     """Seconds in which an agent must finish its session."""
-    worker_key_file: Annotated[UserPath, Named("worker key")] | None = None
-    """File with the key of workers, which claim sessions from other machines. None: the key is in the environment
-    variable BATON_WORKER_KEY; if that is not set either, no worker may claim sessions."""
-    heartbeat_deadline: Seconds = 60.0
-    """Seconds without a call or heartbeat after which a worker's session is lost. After a restart of its generator, a
-    session again has this time until its next call or heartbeat."""
     max_calls: Annotated[int, Field(gt=0, le=4096)] = 64
     """Maximum number of calls in a session. A further call makes no step, and is answered with a text that says so."""
     max_tokens: Positive = 1 << 15

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.steps.tables import is_truncated_K
@@ -17,7 +16,7 @@ from service.types import EvaluationId
 
 
 async def play_shard(
-    player: Player[Any],
+    player: Player,
     name: str,
     tasks_file: Path,
     n_samples: int,

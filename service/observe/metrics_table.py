@@ -260,8 +260,8 @@ GENERATORS_AND_WEIGHTS = (
     counter("baton_frozen_role_seconds_total", "Seconds of waiting for frozen roles' models.", ("step_role",)),
     gauge(
         "baton_agent_sessions",
-        "Sessions of agents: open ones that wait for the policy (`calling`), for their agent (`idle`) or for a worker "
-        "that claims them (`offered`); those that ended, `finished` by the agent or `closed`.",
+        "Sessions of agents: open ones that wait for the policy (`calling`) or for their agent (`idle`); "
+        "those that ended, `finished` by the agent or `closed`.",
         ("state",),
     ),
     counter("baton_agent_steps_total", "Calls of trajectories that ended, by role (`agents.train`).", ("step_role",)),

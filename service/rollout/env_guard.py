@@ -123,9 +123,10 @@ class EnvGuard:
         result: StepResult = await self._ask("step", lambda environment: environment.step(text), read, name)
         return result
 
-    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        """Make the agent and call its `play`; the agent gives its result to the session."""
-        await self._ask("play", lambda agent: played(agent, session, task, seed))
+    async def play(self, session: AgentSession, task: Task, seed: int, resumes: bool = False) -> None:
+        """Make the agent and call its `play`, or `resume`; the agent gives its result to the session."""
+        method = "resume" if resumes else "play"
+        await self._ask("play", lambda agent: played(getattr(agent, method), session, task, seed))
 
     async def close(self, trajectory: TrajectoryId) -> None:
         """End the episode. Errors are only logged, because the trajectory is already over."""

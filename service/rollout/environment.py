@@ -116,6 +116,13 @@ class AgentSession(Protocol):
     key: str
     """The session's key, for `OPENAI_API_KEY`."""
 
+    async def until_finished(self, silence: float) -> None:
+        """Wait until work elsewhere has finished the session by its address (`POST /rl/sessions/ID/finish`).
+
+        Raises:
+            TimeoutError: no request came for `silence` seconds.
+        """
+
     def finish(
         self,
         reward: float | None,
@@ -136,7 +143,13 @@ class AgentSession(Protocol):
 
 
 class Agent(Protocol):
-    """An agent that plays one episode. It calls the policy itself, so it has no `reset` and `step`."""
+    """An agent that plays one episode. It calls the policy itself, so it has no `reset` and `step`.
+
+    If an agent only starts work elsewhere, which calls the policy, the work outlives the generator's process. With the
+    method `resume` such an agent continues its session in the generator's next process, in place of `play`:
+
+        async def resume(self, session, task, seed) -> None
+    """
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
         """Solve the task by calling the policy at the session's address, and finish the session."""

@@ -32,8 +32,7 @@ class Environments:
         self._config = config
         self._commands = commands
         isolated = config.isolation == "process"
-        has_process = isolated or (config.name == AGENT and config.workers == "here")
-        self.room = Semaphore(config.max_processes) if has_process else nullcontext()
+        self.room = Semaphore(config.max_processes) if isolated or config.name == AGENT else nullcontext()
         """Held during an episode. If episodes have their own processes, this is a semaphore, for which an episode waits
         before its deadlines start."""
         self._processes = environment_processes(config.max_observation_characters) if isolated else None
@@ -59,9 +58,12 @@ class Environments:
             return name == AGENT
         return hasattr(environment_class(name, self._config.trusted_modules), "play")
 
-    def is_outside(self, task: Task) -> bool:
-        """True if workers on other machines play the task."""
-        return self._config.workers == "outside" and (task.env_class or self._config.name) == AGENT
+    def resumes(self, env_class: str = "") -> bool:
+        """True if an agent of this class continues its sessions in a restarted generator: it has `resume`."""
+        name = env_class or self._config.name
+        if name == AGENT or self._processes is not None:
+            return False
+        return hasattr(environment_class(name, self._config.trusted_modules), "resume")
 
     async def close(self) -> None:
         """End the child processes of environments and commands."""

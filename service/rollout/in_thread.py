@@ -10,19 +10,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from service.rollout.environment import Agent, AgentSession, Task
+from service.rollout.environment import AgentSession, Task
 
 FINISH_SECONDS = 60.0
 """Seconds in which the event loop must process an agent's call of `finish`."""
 
 
-async def played(agent: Agent, session: AgentSession, task: Task, seed: int) -> None:
-    """Call an agent's `play`: in this task if it is a coroutine function, else in a thread.
+async def played(play: Callable[..., Any], session: AgentSession, task: Task, seed: int) -> None:
+    """Call an agent's `play` or `resume`: in this task if it is a coroutine function, else in a thread.
 
     A thread cannot be ended from outside. After a first cancellation this function therefore waits until the thread
     ends; a second cancellation ends the wait.
     """
-    play: Callable[[AgentSession, Task, int], Any] = agent.play
     if inspect.iscoroutinefunction(play):
         await play(session, task, seed)
         return

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import xxhash
 
@@ -33,13 +33,17 @@ class AgentPlayer(Protocol):
 
     limits: AgentLimits
 
+    def load(self) -> None:
+        """Load what reads the policy's responses; called when the engine runs."""
+
+    def open_trajectories(self) -> list[TrajectoryId]:
+        """The trajectories that wait for their agents or for the policy."""
+
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
         """Prepare to continue a trajectory that an earlier process began; returns False if that is impossible."""
 
-    async def play(
-        self, trajectory: TrajectoryId, task: Task, guard: EnvGuard | None, seed: int, sink: StepSink
-    ) -> Played:
-        """Play one trajectory with the agent in `guard`; None: a worker on another machine plays it."""
+    async def play(self, trajectory: TrajectoryId, task: Task, guard: EnvGuard, seed: int, sink: StepSink) -> Played:
+        """Play one trajectory with the agent in `guard`."""
 
     def measure(self, metrics: Metrics) -> None:
         """Record metrics of the agents' trajectories and calls."""
@@ -48,10 +52,7 @@ class AgentPlayer(Protocol):
         """Refuse further requests from agents."""
 
 
-A = TypeVar("A", bound=AgentPlayer)
-
-
-class Player(Generic[A]):
+class Player:
     """Plays trajectories in the process of the engine that samples their turns."""
 
     def __init__(
@@ -59,7 +60,7 @@ class Player(Generic[A]):
         settings: PlaySettings,
         model_folder: Path,
         engine: Engine,
-        agents: Callable[[Chat, Engine, AgentLimits], A | None] = lambda chat, engine, limits: None,
+        agents: Callable[[Chat, Engine, AgentLimits], AgentPlayer | None] = lambda chat, engine, limits: None,
         commands: AgentMaker | None = None,
     ) -> None:
         """`agents`: makes the `AgentPlayer`, or returns None if agents cannot call the policy. `commands`: makes the
@@ -96,13 +97,22 @@ class Player(Generic[A]):
             self.env_metrics.add(env, played.info)
         return played.end
 
+    def load(self) -> None:
+        """Load what reads the responses to agents; call once the engine runs."""
+        if self.agents is not None:
+            self.agents.load()
+
+    @property
+    def resumes(self) -> bool:
+        """Whether trajectories of the configured environment can be restored."""
+        return self.agents is not None and self._environments.resumes()
+
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
         """Prepare to continue a trajectory that an earlier process began; `play` then continues it.
 
-        Returns False if that is impossible. It is possible only if a worker on another machine plays the trajectory,
-        because all other trajectories ended with the earlier process.
+        Returns False if that is impossible: only an agent with the method `resume` works outside of that process.
         """
-        if self.agents is None or not self._environments.is_outside(task):
+        if self.agents is None or not self._environments.resumes(task.env_class):
             return False
         return self.agents.restore(trajectory, deepcopy(task), steps, sink)
 
@@ -140,8 +150,7 @@ class Player(Generic[A]):
             name, make = task.env_class or self._settings.env.name, partial(self._environments.make, task)
             guard = EnvGuard(name, make, limits, self.leaked, partial(self.timelines.answered, trajectory))
             if agents is not None:
-                here = None if self._environments.is_outside(task) else guard
-                played = await agents.play(trajectory, own, here, number, sink)
+                played = await agents.play(trajectory, own, guard, number, sink)
             else:
                 speakers = self._engine, self.chat, limits, number, sink, self._frozen
                 played = await run_trajectory(trajectory, own, guard, *speakers)

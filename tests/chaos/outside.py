@@ -1,12 +1,11 @@
-"""What a real run of pairs has outside of Ray, or as a user's code: an agent worker, and a scorer.
+"""What a real run of pairs has outside of Ray, or as a user's code: an agent that hands on its sessions, and a scorer.
 
-python -m tests.chaos.outside URL       claims sessions, makes two calls in each, and finishes them
+python -m tests.chaos.outside FOLDER    makes two calls in each session that was handed on, and finishes it
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 import threading
@@ -14,10 +13,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 AT_ONCE = 4
 CALLS = 2
+SILENCE = 10.0
+"""Seconds without a request after which a session is lost."""
 PATIENCE = 120.0
 """Seconds for which a request is repeated."""
 
@@ -47,34 +50,50 @@ def asked(url: str, body: dict[str, Any], key: str) -> tuple[int, Any]:
         time.sleep(0.3)
 
 
-def serve(url: str, key: str) -> None:
-    """Claim and play one session after the other."""
+class HandsOn:
+    """Hands on each session through a file, also to an agent worker that comes later."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    async def play(self, session: Any, task: Any, seed: int) -> None:
+        """Hand on the session, and wait for its end."""
+        name = session.base_url.split("/s/")[1].removesuffix("/v1")
+        (self._folder / name).write_text(json.dumps([session.base_url, session.key]))
+        (self._folder / name).rename(self._folder / f"{name}.json")
+        await session.until_finished(SILENCE)
+
+    async def resume(self, session: Any, task: Any, seed: int) -> None:
+        """Wait for the end of a session that was handed on."""
+        await session.until_finished(SILENCE)
+
+
+def serve(folder: Path) -> None:
+    """Play one session after the other."""
     while True:
-        status, claim = asked(f"{url}/rl/claim", {}, key)
-        if status == 200:
-            play(url, claim, key)
-        else:
-            time.sleep(0.2)
+        for file in folder.glob("*.json"):
+            with suppress(FileNotFoundError):  # another thread has it
+                play(*json.loads(file.replace(file.with_suffix(".taken")).read_text()))
+        time.sleep(0.2)
 
 
-def play(url: str, claim: dict[str, Any], key: str) -> None:
+def play(base_url: str, key: str) -> None:
     """Make the calls of a session, and finish it."""
     messages = [{"role": "user", "content": "look"}]
     for _ in range(CALLS):
         body = {"model": "policy", "messages": messages}
-        status, reply = asked(f"{claim['base_url']}/chat/completions", body, claim["api_key"])
+        status, reply = asked(f"{base_url}/chat/completions", body, key)
         if status != 200:
             return  # the session is over
         messages += [reply["choices"][0]["message"], {"role": "user", "content": "none"}]
     finished = {"reward": float(random.random() < 0.5), "status": "ok"}
-    asked(f"{url}/rl/sessions/{claim['session']}/finish", finished, key)
+    asked(f"{base_url.split('/s/')[0]}/rl/sessions/mine/finish", finished, key)
 
 
 def main() -> None:
     """Serve until killed."""
-    url, key = sys.argv[1], os.environ["BATON_WORKER_KEY"]
     for _ in range(AT_ONCE):
-        threading.Thread(target=serve, args=(url, key), daemon=True).start()
+        threading.Thread(target=serve, args=(Path(sys.argv[1]),), daemon=True).start()
     threading.Event().wait()
 
 

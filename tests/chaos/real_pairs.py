@@ -126,10 +126,12 @@ class PairRun:
 
     def __post_init__(self) -> None:
         self._mark, self._port, self._began = secrets.token_hex(8), free_port(), time.monotonic()
+        self._handed = self.folder / "handed"
+        self._handed.mkdir()
         rows = [{"uid": f"p{row}", "prompt": f"prompt {row}"} for row in range(200)]
         (self.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.run_folder = self.folder / "quickstart"
-        self._env = {**os.environ, "BATON_WORKER_KEY": "key-of-all-workers", "BATON_TEST_RUN": self._mark}
+        self._env = {**os.environ, "BATON_TEST_RUN": self._mark}
         self._over, self._ledger = threading.Event(), LedgerWatch(self.run_folder)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "service", "run", "--config", "configs/quickstart.yaml", *self._settings()],
@@ -154,8 +156,9 @@ class PairRun:
             "model.warm_start=null",
             "data.make_rows=null",
             f"data.train={self.folder / 'rows.jsonl'}",
-            "env={name: agent, workers: outside}",
-            f"agents={{port: {self._port}, max_calls: 2, max_tokens: 128, heartbeat_deadline: 10}}",
+            "env={name: 'tests.chaos.outside:HandsOn', trusted_modules: [tests.chaos.outside]}",
+            f"env.options={{folder: {self._handed}}}",
+            f"agents={{port: {self._port}, max_calls: 2, max_tokens: 128}}",
             "buffer.merge=tree",
             "generator.concurrent_groups=4",
             "algorithm.n_samples_per_prompt=2",
@@ -180,7 +183,7 @@ class PairRun:
 
     def _keep_worker(self) -> None:
         while not self._over.is_set():
-            words = [sys.executable, "-m", "tests.chaos.outside", f"http://127.0.0.1:{self._port}"]
+            words = [sys.executable, "-m", "tests.chaos.outside", str(self._handed)]
             self._worker = subprocess.Popen(words, cwd=ROOT, env=self._env, stdin=subprocess.DEVNULL)
             while self._worker.poll() is None and not self._over.is_set():
                 time.sleep(0.05)

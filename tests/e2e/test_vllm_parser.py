@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from actors.engine.vllm_parser import VllmParser
+from actors.engine.agents import VllmParser
 from service.agents.reply_parser import JsonCalls, Reply
 from service.errors import UserError
 from service.rollout.chat.chat import Chat

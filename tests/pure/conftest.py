@@ -10,12 +10,11 @@ import pytest
 SLOW = [
     "actors/test_forced_end",
     "actors/test_generator_pool",
-    "agents/test_claims",
+    "agents/test_handed_on",
     "agents/test_endpoint",
     "agents/test_kills",
     "agents/test_play",
     "agents/test_runner",
-    "agents/test_worker",
     "buffer/test_curriculum",
     "cli/test_cli",
     "cli/test_eval_refused",

@@ -226,7 +226,7 @@ class AgentWorkers:
 class SimPlayer:
     """Plays trajectories of short turns."""
 
-    agents, last_failure = None, ""
+    agents, resumes, last_failure = None, False, ""
 
     def __init__(
         self, workers: AgentWorkers, config: Config, model_folder: Path, engine: SimEngine, *more: Any
@@ -259,6 +259,9 @@ class SimPlayer:
         end = TrajectoryEnd(of, task.uid, TURNS, StopReason.STOP, reward(of))
         sink.end(end)
         return end
+
+    def load(self) -> None:
+        """Nothing."""
 
     def measure(self, metrics: Metrics, trace: Any) -> None:
         """Nothing."""

@@ -24,7 +24,7 @@ from actors.generator.claimer import Claimer
 from actors.generator.outbox import Outbox
 from actors.weights.memory import PAGE, OpenMemory
 from baton.examples import lookup
-from service.agents.session_keys import Keys
+from service.agents.sessions import session_key
 from service.config import Config, load_config
 from service.config.core_settings import message_limits
 from service.errors import ProcessLost, RunFailed, WeightsGone
@@ -39,8 +39,9 @@ from service.rollout import env_guard
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.engine import Generation, Sampling
-from service.rollout.environment import Message, StepResult, Task
+from service.rollout.environment import AgentSession, Message, StepResult, Task
 from service.rollout.prompts.dataset import write_rows
+from service.rollout.run_secret import RunSecret
 from service.types import NO_VERSION, Int32s, PolicyVersion, Sender, Step, StepGroup, TrajectoryId
 from tests.pure.actors.fakes import bucket_of, file_at
 
@@ -228,17 +229,28 @@ async def test_each_call_of_an_agent_is_in_the_buffer_before_its_answer_and_a_st
     assert sorted((end.trajectory, end.n_steps, end.reward) for end in ends) == [(of, 4, 0.0) for of in expected]
 
 
+class HandsOn:
+    """An agent whose work goes on elsewhere."""
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        raise AssertionError("the work has begun before")
+
+    async def resume(self, session: AgentSession, task: Task, seed: int) -> None:
+        await session.until_finished(60.0)
+
+
 async def test_a_new_process_goes_on_with_the_sessions_that_its_predecessor_left_and_gives_up_what_is_none(
     generator: Generator, tmp_path: Path
 ) -> None:
-    keys, of = Keys(b"secret", "key-of-all-workers"), TrajectoryId(0, 1)
+    secret, of = RunSecret(b"secret"), TrajectoryId(0, 1)
     odd = Step(of, "lookup-0-0", 0, *(np.array([5], np.int32),) * 2, None, np.array([True]), np.array([1 << 32 | 2]))
     one = StepGroup(Sender("g", 1, 0), steps_table((odd,)), ends_table(()))
     left = Assignment(0, "lookup-0-0", 0, (0, 1), (0, 0), (b"", encode(one)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    config = Config.model_validate({"env": {"name": "agent", "workers": "outside"}, "agents": {"port": port}})
+    env = {"name": f"{__name__}:HandsOn", "trusted_modules": [__name__]}
+    config = Config.model_validate({"env": env, "agents": {"port": port}})
     buffer, asked = FakeBuffer(), list[tuple[Any, ...]]()
 
     def answering(answer: Any) -> Any:
@@ -249,7 +261,7 @@ async def test_a_new_process_goes_on_with_the_sessions_that_its_predecessor_left
         return SimpleNamespace(remote=remote)
 
     engine = join(generator, config, tmp_path, buffer)
-    generator._config, generator._player = config, RunPlayer(config, tmp_path, engine, keys)
+    generator._config, generator._player = config, RunPlayer(config, tmp_path, engine, secret)
     nothing = SimpleNamespace(remote=None)
     generator._buffer = SimpleNamespace(
         join=answering(2), unfinished=answering((left,)), claim=nothing, submit=nothing, renew=answering(None)
@@ -260,7 +272,7 @@ async def test_a_new_process_goes_on_with_the_sessions_that_its_predecessor_left
     assert asked == [("generator", "g", None, True), ("g", 1)]
     assert [assignment.samples for assignment in generator._unfinished] == [(0,)]
     running = asyncio.create_task(generator.run())
-    async with asyncio.timeout(60), aiohttp.ClientSession(headers={"x-api-key": keys.of("0-0-0")}) as http:
+    async with asyncio.timeout(60), aiohttp.ClientSession(headers={"x-api-key": session_key(secret, "0-0-0")}) as http:
         while True:
             try:
                 async with http.post(f"http://127.0.0.1:{port}/rl/sessions/0-0-0/finish", json={"reward": 1.0}) as said:

@@ -14,21 +14,17 @@ import aiohttp
 import numpy as np
 
 from service.agents.conversation_tree import ConversationTree
-from service.agents.offers import Offers
 from service.agents.reply_parser import JsonCalls
 from service.agents.server import Endpoint
 from service.agents.session import Session
-from service.agents.session_keys import Keys
 from service.agents.sessions import Sessions
 from service.columns import digest
-from service.config import AgentsConfig
 from service.rollout.chat.chat import Chat
 from service.rollout.engine import Generation
 from service.rollout.limits import AgentLimits
 from service.types import Int32s, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import generated, limits
 
-WORKER = "key-of-all-workers"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
@@ -36,7 +32,7 @@ RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 class House:
     """The server's side: what the policy says, what the buffer accepts."""
 
-    def __init__(self, chat: Chat, named_roles: tuple[str, ...] = (), **agents: Any) -> None:
+    def __init__(self, chat: Chat, named_roles: tuple[str, ...] = (), structured: str = "ignore") -> None:
         self.chat = chat
         self.allowed: AgentLimits = limits(chat, max_turns=64, max_input_length=4000)
         self.allowed = replace(self.allowed, sampling=replace(self.allowed.sampling, max_tokens=200))
@@ -55,10 +51,7 @@ class House:
         self.accepting.set()
         self.accepts = True
         self.sessions = Sessions()
-        self.offers = Offers(AgentsConfig(**agents))
-        self.endpoint = Endpoint(
-            self.sessions, chat, 4200, Keys(b"secret of the run", WORKER), self.offers, named_roles
-        )
+        self.endpoint = Endpoint(self.sessions, chat, 4200, structured, named_roles)
         self.address = ""
 
     def session(self, number: int = 0) -> Session:
@@ -106,9 +99,9 @@ class House:
 
 
 @asynccontextmanager
-async def opened(chat: Chat, named_roles: tuple[str, ...] = (), **agents: Any) -> AsyncIterator[House]:
-    """A house whose endpoint listens; `agents`: settings of that section."""
-    house = House(chat, named_roles, **agents)
+async def opened(chat: Chat, named_roles: tuple[str, ...] = (), structured: str = "ignore") -> AsyncIterator[House]:
+    """A house whose endpoint listens."""
+    house = House(chat, named_roles, structured)
     house.address = await house.endpoint.start("127.0.0.1", 0)
     try:
         yield house

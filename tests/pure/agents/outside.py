@@ -1,10 +1,9 @@
 """A buffer, a generator and an agent as processes of their own, without Ray, to be killed at any moment.
 
-    python -m tests.pure.agents.outside buffer FOLDER       the real buffer actor, and a trainer of whatever comes
-    python -m tests.pure.agents.outside generator FOLDER    the real generator; its policy says random words
-    python -m tests.pure.agents.outside agent FOLDER        talks to the policy, and notes every answer that it got
-
-Workers are real ones, `baton agent-worker`.
+python -m tests.pure.agents.outside buffer FOLDER       the real buffer actor, and a trainer of whatever comes
+python -m tests.pure.agents.outside generator FOLDER    the real generator; its policy says random words
+python -m tests.pure.agents.outside worker FOLDER       starts an agent for each session that was handed on
+python -m tests.pure.agents.outside agent FOLDER        talks to the policy, and notes every answer that it got
 """
 
 from __future__ import annotations
@@ -13,15 +12,18 @@ import asyncio
 import json
 import os
 import random
+import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-WORKER = "key-of-all-workers"
+SILENCE = 5.0
+"""Seconds without a request after which a session is lost."""
 TURNS = 4
 PATIENCE = 60.0
 """Seconds for which an agent asks again."""
@@ -37,8 +39,8 @@ def send(url: str, body: bytes, key: str) -> Any:
 
 def agent(folder: Path) -> None:
     """Every answer is noted before the next call; a call without an answer is sent again."""
-    url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
-    messages = [{"role": "user", "content": sys.stdin.read()}]
+    url, key, prompt = json.loads(sys.stdin.read())
+    messages = [{"role": "user", "content": prompt}]
     for turn in range(TURNS):
         body, until = json.dumps({"model": "policy", "messages": messages}).encode(), time.monotonic() + PATIENCE
         while True:
@@ -56,9 +58,29 @@ def agent(folder: Path) -> None:
         with (folder / "answers.txt").open("a") as file:
             file.write(f"{line}\n")
         messages += [message, {"role": "user", "content": "none"}]
+    name = url.split("/s/")[1].removesuffix("/v1")
+    with suppress(urllib.error.HTTPError):  # the session is over
+        send(f"{url.split('/s/')[0]}/rl/sessions/{name}/finish", b'{"reward": 0.5}', key)
 
 
-# -- the processes that a worker does not start load more -----------------------------------------------------------
+def work(folder: Path) -> None:
+    """Run an agent for each session, once; a session whose agent died is lost by its silence."""
+    running: list[subprocess.Popen[bytes]] = []
+    while True:
+        for file in (folder / "handed").glob("*.json"):
+            with suppress(FileNotFoundError):
+                told = file.replace(file.with_suffix(".taken")).read_bytes()
+                words = [sys.executable, __file__, "agent", str(folder)]
+                running.append(subprocess.Popen(words, stdin=subprocess.PIPE))
+                pipe = running[-1].stdin
+                if pipe is not None:
+                    pipe.write(told)
+                    pipe.close()
+        running = [process for process in running if process.poll() is None]
+        time.sleep(0.05)
+
+
+# -- the other processes load more -----------------------------------------------------------
 
 
 def address(folder: Path) -> str:
@@ -71,10 +93,27 @@ def settings(folder: Path) -> Any:
     return Config.model_validate(json.loads((folder / "config.json").read_text()))
 
 
-def keys() -> Any:
-    from service.agents.session_keys import Keys
+def secret() -> Any:
+    from service.rollout.run_secret import RunSecret
 
-    return Keys(b"secret of this run", WORKER)
+    return RunSecret(b"secret of this run")
+
+
+class HandsOn:
+    """Hands on each session through a file."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder) / "handed"
+
+    async def play(self, session: Any, task: Any, seed: int) -> None:
+        name = session.base_url.split("/s/")[1].removesuffix("/v1")
+        told = [session.base_url, session.key, task.prompt[0]["content"]]
+        (self._folder / name).write_text(json.dumps(told))
+        (self._folder / name).rename(self._folder / f"{name}.json")
+        await session.until_finished(SILENCE)
+
+    async def resume(self, session: Any, task: Any, seed: int) -> None:
+        await session.until_finished(SILENCE)
 
 
 class NoHub:
@@ -183,12 +222,12 @@ async def generate(folder: Path) -> None:
             made.versions[:] = serving.pack()
             return made
 
-    words = (config.model_dump_json(), str(folder), str(folder / "train.jsonl"), Far(folder), NoHub(), keys(), 0)
+    words = (config.model_dump_json(), str(folder), str(folder / "train.jsonl"), Far(folder), NoHub(), secret(), 0)
     made = Generator("generator-0", *words)
     chat = load_chat(folder, config.generator)
     engine = Engine(chat, lambda prompt: " ".join(say.choices(vocabulary, k=WORDS)))
     made._engine = engine  # type: ignore[assignment]
-    made._player = RunPlayer(config, folder, engine, keys(), 0)
+    made._player = RunPlayer(config, folder, engine, secret(), 0)
     made._joined = await made._join()
     made._unfinished = await made._taken_over(made._joined)
     await made.run()
@@ -196,8 +235,8 @@ async def generate(folder: Path) -> None:
 
 def main() -> None:
     role, folder = sys.argv[1], Path(sys.argv[2])
-    if role == "agent":
-        return agent(folder)
+    if role in ("agent", "worker"):
+        return agent(folder) if role == "agent" else work(folder)
     (folder / "pids").mkdir(exist_ok=True)
     (folder / "pids" / role).write_text(str(os.getpid()))
     asyncio.run(serve_buffer(folder) if role == "buffer" else generate(folder))

@@ -1,4 +1,4 @@
-"""Sessions of outside workers while their generator, the buffer, agents and workers are killed at random moments."""
+"""Sessions that are handed on while their generator, the buffer, agents and workers are killed at random moments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.prompts.dataset import write_rows
 from tests.invariant import violations
-from tests.pure.agents.outside import TURNS, WORKER
+from tests.pure.agents.outside import TURNS
 
 HERE = Path(__file__).parents[3]
 WATCH_SECONDS = 90.0
@@ -40,11 +40,16 @@ WATCH_SECONDS = 90.0
 ROLES = ("generator", "buffer", "agent", "worker")
 
 
-def config(port: int) -> Config:
+def config(port: int, folder: Path) -> Config:
     return Config.model_validate(
         {
-            "env": {"name": "agent", "workers": "outside", "max_turns": TURNS},
-            "agents": {"port": port, "max_calls": TURNS, "heartbeat_deadline": 5.0, "max_tokens": 1024},
+            "env": {
+                "name": "tests.pure.agents.outside:HandsOn",
+                "trusted_modules": ["tests.pure.agents.outside"],
+                "options": {"folder": str(folder)},
+                "max_turns": TURNS,
+            },
+            "agents": {"port": port, "max_calls": TURNS, "max_tokens": 1024},
             "generator": {"max_input_length": 256, "max_generate_length": 16, "concurrent_groups": 4},
             "buffer": {"max_attempts": 1000, "step_deadline": 20.0, "lookahead": 2},
             "algorithm": {"n_samples_per_prompt": 2},
@@ -64,11 +69,12 @@ class Stage:
 
     def prepare(self) -> None:
         """The folder that all processes share."""
+        (self.folder / "handed").mkdir()
         make_tokenizer(self.folder, lookup.vocabulary())
         write_rows(self.folder / "train.jsonl", [row | {"env_class": ""} for row in lookup.rows(64, 0)])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self.config = config(free.getsockname()[1])
+            self.config = config(free.getsockname()[1], self.folder)
         (self.folder / "config.json").write_text(self.config.model_dump_json())
         chat = Chat(load_tokenizer(self.folder))
         words = [word for word in lookup.vocabulary() if chat.text(chat.encode(word)).strip() == word]
@@ -84,19 +90,10 @@ class Stage:
                     )
 
     def environment(self) -> dict[str, str]:
-        found = os.environ | {"BATON_WORKER_KEY": WORKER, "PYTHONPATH": str(HERE), "TMPDIR": str(self.folder / "tmp")}
-        (self.folder / "tmp").mkdir(exist_ok=True)
-        return found
+        return os.environ | {"PYTHONPATH": str(HERE)}
 
     def command(self, role: str) -> list[str]:
-        if role != "worker":
-            return [sys.executable, "-m", "tests.pure.agents.outside", role, str(self.folder)]
-        program = [sys.executable, str(HERE / "tests/pure/agents/outside.py"), "agent", str(self.folder)]
-        settings = ["env.network=open", 'env.score=["sh","-c","echo 0.5"]']
-        url = f"http://127.0.0.1:{self.config.agents.port if self.config.agents else 0}"
-        return [
-            sys.executable, "-m", "service", "agent-worker", url, "--concurrent", "4", *settings, "--command", *program
-        ]  # fmt: skip
+        return [sys.executable, "-m", "tests.pure.agents.outside", role, str(self.folder)]
 
     def answers(self) -> list[tuple[str, str]]:
         """(session, text) of every answer that an agent noted."""
@@ -142,6 +139,9 @@ class Stage:
         for one in self.playing.values():
             one.kill()
             one.wait()
+        for pid in agents(self.folder):  # of workers that were killed
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def logs(self) -> str:
         return "\n".join(f"{role}:\n{(self.folder / f'{role}.log').read_text()[-3000:]}" for role in self.playing)

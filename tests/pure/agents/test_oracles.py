@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +17,22 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from service.agents.session_keys import WORKER_KEY
+from actors.engine.run_player import RunPlayer
+from service.config import Config
+from service.config.command import AGENT
+from service.config.rollout import EnvConfig, GeneratorConfig
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat
+from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.engine import Generation
 from service.rollout.prompts.dataset import load_tasks
+from service.rollout.step_sinks import StepColumns
 from service.types import Step, TrajectoryId
 from tests.pure.agents.endpoint import House, opened, whole
 from tests.pure.agents.own_environment import IN_TIME, RUN_SECONDS, printed_by, python_with
 from tests.pure.agents.talks import called
-from tests.pure.agents.test_claims import KEYS, Served
-from tests.pure.rollout.conftest import generated
+from tests.pure.rollout.conftest import ScriptedEngine, generated
+from tests.pure.rollout.test_agent import optimal
 from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON
 
 OPENENV, VERIFIERS = "openenv==0.10.0", "verifiers==0.4.0"
@@ -99,8 +102,8 @@ async def test_the_trace_of_verifiers_client_for_training_equals_the_rows(
     assert branch["logprobs"] == row["logprobs"]
 
 
-async def test_a_taskset_of_verifiers_runs_through_claims(tmp_path: Path) -> None:
-    """Rows, worker and score as the documentation has them; the trace of each rollout equals its trajectory."""
+async def test_a_taskset_of_verifiers_runs_as_a_command(tmp_path: Path) -> None:
+    """Rows, command and score as the documentation has them; the trace of each rollout equals its trajectory."""
     python, model, traces = python_with(VERIFIERS), tmp_path / "model", tmp_path / "traces"
     traces.mkdir()
     like_qwen3().save_pretrained(model)
@@ -111,21 +114,19 @@ async def test_a_taskset_of_verifiers_runs_through_claims(tmp_path: Path) -> Non
     command = (str(python), str(PROGRAM), "play", SUMS, str(model), "qwen3")
     score = ("sh", "-c", f"cp trace.json $(mktemp -p {traces}) && cat reward")
     asked = ("3 + 4 ?", "3 + 5 ?", "5 + 4 ?")
-    async with aclosing(Served(model, tokens=(1000, 100))) as served, asyncio.timeout(RUN_SECONDS):
-        served.engine.script = lambda words: thought(served.engine.chat, " ".join(words))
-        words = ["agent-worker", await served.url(), "--concurrent", "3", f"env.score={json.dumps(score)}"]
-        environment = {**os.environ, WORKER_KEY: KEYS.worker}
-        worker = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "service", *words, "--command", *command, env=environment, cwd=ROOT
-        )
-        try:
-            playing = [served.play(tasks[one], TrajectoryId(row, 0)) for row, one in enumerate(asked)]
-            ends = await asyncio.gather(*playing)
-        finally:
-            worker.terminate()
-            await worker.wait()
+    config = Config(
+        env=EnvConfig(name=AGENT, command=command, score=score),
+        generator=GeneratorConfig(max_input_length=1000, max_generate_length=100),
+    )
+    engine, sink = ScriptedEngine(Chat(load_tokenizer(model)), optimal), StepColumns()
+    engine.script = lambda words: thought(engine.chat, " ".join(words))
+    player = RunPlayer(config, model, engine)
+    async with AsyncExitStack() as held, asyncio.timeout(RUN_SECONDS):
+        held.push_async_callback(player.close)
+        playing = [player.play(TrajectoryId(row, 0), tasks[one], sink) for row, one in enumerate(asked)]
+        ends = await asyncio.gather(*playing)
     assert [(end.reward, end.n_steps) for end in ends] == [(1.25, 2), (1.0, 2), (0.25, 2)], ends
-    steps = list(step_objects(served.sink.steps()))
+    steps = list(step_objects(sink.steps()))
     rows = [row_of([step for step in steps if step.trajectory == end.trajectory]) for end in ends]
     kept = [json.loads(file.read_text()) for file in traces.iterdir()]
     of_prompt = {trace["task"]["data"]["prompt"]: trace["nodes"] for trace in kept}

@@ -1,4 +1,4 @@
-"""Makes vLLM's parsers of tool calls and thinking usable at the agents' endpoint.
+"""The agents of a run's engine, and vLLM's parsers of tool calls and thinking for their endpoint.
 
 agents.tool_parser: hermes                    parses tool calls as Hermes models write them
 agents.tool_parser: hermes+deepseek_r1        also parses thinking as DeepSeek-R1 writes it, before the tool calls
@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from service.agents.agents import Agents
-from service.agents.reply_parser import Reply
-from service.config.rollout import AgentsConfig
+from service.agents.reply_parser import JsonCalls, Reply, ReplyParser
+from service.config import Config
 from service.errors import UserError
-from service.rollout.chat.chat import Tool
+from service.rollout.chat.chat import Chat, Tool
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.chat.tools import ToolCall, read_json
-from service.rollout.player import Player
+from service.rollout.engine import Engine
+from service.rollout.limits import AgentLimits
+from service.rollout.run_secret import RunSecret
 
 log = logging.getLogger(__name__)
 
@@ -82,14 +84,27 @@ class VllmParser:
         return Reply((content or "").strip(), (thinking or "").strip(), tuple(call for call in read if call))
 
 
-def use_parser(player: Player[Agents], endpoint: AgentsConfig | None, model_folder: Path) -> None:
-    """Make the player's endpoint read responses with the parser that `agents.tool_parser` names.
+def agents_of(
+    config: Config,
+    model_folder: Path,
+    secret: RunSecret | None,
+    number: int,
+    chat: Chat,
+    engine: Engine,
+    limits: AgentLimits,
+) -> Agents | None:
+    """The agents that call this engine; None if the run has no endpoint for them. `number`: the generator's number.
 
-    Raises:
-        UserError: see `VllmParser`.
+    Their `load` raises the errors of `VllmParser`.
     """
-    if player.agents is not None and endpoint is not None and endpoint.tool_parser != OWN:
-        player.agents.parser = VllmParser(endpoint.tool_parser, load_tokenizer(model_folder), player.chat.end_ids)
+    if (endpoint := config.endpoint) is None:
+        return None
+
+    def parser() -> ReplyParser:
+        name = endpoint.tool_parser
+        return JsonCalls() if name == OWN else VllmParser(name, load_tokenizer(model_folder), chat.end_ids)
+
+    return Agents(endpoint, chat, engine, limits, secret, number, parser)
 
 
 def _load(name: str, load: Callable[[str], object], known: Collection[str]) -> None:

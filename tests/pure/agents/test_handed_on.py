@@ -1,0 +1,428 @@
+"""Sessions that an agent hands on to work elsewhere, which finishes them; they outlive their generator's process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import re
+import stat
+from contextlib import AsyncExitStack, aclosing, suppress
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import aiohttp
+import psutil
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from actors.engine.run_player import RunPlayer
+from baton.examples import lookup
+from service.agents import sessions
+from service.agents.session import Session
+from service.agents.sessions import Sessions, session_key
+from service.config import AgentsConfig, Config
+from service.config.checks import problems
+from service.config.rollout import EnvConfig, GeneratorConfig
+from service.errors import UserError
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.reward import MAX_REWARD, NEEDED
+from service.handoff.steps.tables import step_objects
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.tokenizer import load_tokenizer
+from service.rollout.environment import AgentSession, Task
+from service.rollout.prompts.dataset import load_tasks, write_rows
+from service.rollout.run_secret import SECRET_FILE, RunSecret, run_secret
+from service.rollout.step_sinks import StepColumns
+from service.types import TrajectoryEnd, TrajectoryId
+from tests.pure.agents.endpoint import CHAT, whole
+from tests.pure.rollout.conftest import ScriptedEngine
+from tests.pure.rollout.test_agent import optimal
+
+SECRET = RunSecret(b"secret of this run")
+OF = TrajectoryId(5, 1)
+RECIPES = Path(__file__).parents[3] / "docs" / "agent-recipes.md"
+HERE = __name__
+
+
+class Handed(NamedTuple):
+    """What an agent hands on."""
+
+    session: AgentSession
+    task: Task
+    method: str
+
+
+class HandsOn:
+    """An agent that only starts work elsewhere."""
+
+    handed: ClassVar[dict[str, Handed]] = {}
+    """What was handed on, by the name of the session."""
+
+    def __init__(self, silence: float) -> None:
+        self.silence = silence
+
+    async def play(self, session: AgentSession, task: Task, seed: int, method: str = "play") -> None:
+        self.handed[session.base_url.split("/")[-2]] = Handed(session, task, method)
+        await session.until_finished(self.silence)
+
+    async def resume(self, session: AgentSession, task: Task, seed: int) -> None:
+        await self.play(session, task, seed, "resume")
+
+
+@pytest.fixture(scope="module")
+def tasks(model: Path) -> list[Task]:
+    write_rows(model / "train.jsonl", [row | {"env_class": ""} for row in lookup.rows(4, 0)])
+    return load_tasks(model / "train.jsonl")
+
+
+class Columns(StepColumns):
+    """A buffer that answers when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accepts = True
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def accepted(self, trajectory: TrajectoryId) -> bool:
+        await self.answers.wait()
+        return self.accepts
+
+
+class Served:
+    """A generator whose agents hand on their sessions."""
+
+    def __init__(self, model: Path, secret: RunSecret = SECRET, silence: float = 60.0, **agents: Any) -> None:
+        self.config = Config(
+            env=EnvConfig(name=f"{HERE}:HandsOn", trusted_modules=(HERE,), options={"silence": silence}),
+            agents=AgentsConfig(**agents),
+            generator=GeneratorConfig(max_input_length=128, max_generate_length=8),
+        )
+        self.secret = secret
+        self.engine = ScriptedEngine(Chat(load_tokenizer(model)), optimal)
+        self.player = RunPlayer(self.config, model, self.engine, secret)
+        self.sink = Columns()
+        self.http = aiohttp.ClientSession()
+        HandsOn.handed.clear()
+
+    def play(self, task: Task, of: TrajectoryId = OF) -> asyncio.Task[TrajectoryEnd]:
+        return asyncio.create_task(self.player.play(of, task, self.sink))
+
+    @property
+    def agents(self) -> Any:
+        return self.player.agents
+
+    async def post(self, path: str, body: Any = None, key: str = "", session: str = "5-1-0") -> tuple[int, Any]:
+        """POST with a key, by default that of the session."""
+        headers = {"Authorization": f"Bearer {key or session_key(self.secret, session)}"}
+        await self.agents.listen()
+        async with self.http.post(self.agents.address + path, json=body or {}, headers=headers) as answer:
+            text = await answer.text()
+            return answer.status, json.loads(text) if text else None
+
+    async def handed(self, session: str = "5-1-0") -> Handed:
+        async with asyncio.timeout(30):
+            while session not in HandsOn.handed:
+                await asyncio.sleep(0.005)
+        return HandsOn.handed[session]
+
+    async def aclose(self) -> None:
+        await self.http.close()
+        await self.player.close()
+
+
+FINISH = "/rl/sessions/any/finish"
+
+
+def asked(task: Task) -> dict[str, Any]:
+    return {"model": "m", "messages": [dict(message) for message in task.prompt]}
+
+
+async def test_what_an_agent_hands_on_suffices_to_play_and_finish_its_session(model: Path, tasks: list[Task]) -> None:
+    async with aclosing(Served(model)) as served:
+        playing = served.play(tasks[0])
+        session, task, method = await served.handed()
+        assert (session.base_url, method) == (f"{served.agents.address}/s/5-1-0/v1", "play")
+        assert session.key == session_key(SECRET, "5-1-0") and task.uid == tasks[0].uid
+        assert (await served.post("/s/5-1-0" + CHAT, asked(tasks[0]), session.key))[0] == 200
+        async with served.http.get(
+            f"{served.agents.address}/rl/sessions/5-1-0", headers={"x-api-key": session.key}
+        ) as got:
+            assert await got.json() == {"session": "5-1-0", "state": "open", "calls": 1}
+        assert (await served.post(FINISH, {"reward": 1.0, "info": {"turns": 2}}))[0] == 200
+        end = await playing
+        assert (end.reward, end.n_steps) == (1.0, 1)
+
+
+async def test_the_key_decides_which_session_is_managed(model: Path, tasks: list[Task]) -> None:
+    async with aclosing(Served(model)) as served:
+        one, other = served.play(tasks[0]), served.play(tasks[1], TrajectoryId(6, 0))
+        await asyncio.gather(served.handed(), served.handed("6-0-0"))
+        for verb in ("reward", "finish"):
+            assert (await served.post(f"/rl/sessions/5-1-0/{verb}", key="wrong"))[0] == 401
+            assert (await served.post(f"/rl/sessions/6-0-0/{verb}", {"reward": 0.5}))[0] == 200
+        assert (await one).reward == 0.5 and not other.done()
+        other.cancel()
+
+
+async def test_a_finish_is_answered_once_the_buffer_has_the_end_and_a_repetition_changes_nothing_even_after_a_restart(
+    model: Path, tasks: list[Task], tmp_path: Path
+) -> None:
+    secret = RunSecret(SECRET.value, tmp_path)
+    async with aclosing(Served(model, secret)) as served:
+        playing = served.play(tasks[0])
+        await served.handed()
+        served.sink.answers.clear()
+        said = {"reward": 0.25, "status": "ok", "reason": "", "info": {}, "transcript": "hello"}
+        finishing = [asyncio.create_task(served.post(FINISH, said)) for _ in range(2)]
+        while not served.sink.ends:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):  # it does not wait for the buffer
+            assert (await served.post(FINISH, {"reward": 1.0}))[0] == 409
+        assert (await served.post("/s/5-1-0" + CHAT, asked(tasks[0])))[0] == 409
+        assert not any(finish.done() for finish in finishing)
+        served.sink.answers.set()
+        assert [await finish for finish in finishing] == [(200, {})] * 2
+        assert (await playing).reward == 0.25
+        assert [(await served.post(FINISH, body))[0] for body in (said, {"reward": 1.0})] == [200, 409]
+    async with aclosing(Served(model, secret)) as restarted:
+        assert [(await restarted.post(FINISH, body))[0] for body in (said, {"reward": 1.0})] == [200, 409]
+        assert (await restarted.post(FINISH, said, "wrong"))[0] == 401
+        again = restarted.play(tasks[0])  # the buffer had no end of it: it is open, whatever was noted
+        await restarted.handed()
+        assert (await restarted.post(FINISH, {"reward": 1.0}))[0] == 200
+        assert (await again).reward == 1.0
+
+
+async def test_a_finish_says_what_the_buffer_said(model: Path, tasks: list[Task]) -> None:
+    async with aclosing(Served(model)) as served:
+        served.sink.accepts = False
+        refused, abandoned = served.play(tasks[0]), served.play(tasks[1], TrajectoryId(6, 0))
+        await asyncio.gather(served.handed(), served.handed("6-0-0"))
+        for _ in range(2):
+            assert (await served.post(FINISH, {"reward": 1.0}))[0] == 409
+            await refused
+        served.sink.answers.clear()
+        finishing = asyncio.create_task(served.post(FINISH, {"reward": 1.0}, session="6-0-0"))
+        while len(served.sink.ends) < 2:
+            await asyncio.sleep(0.01)
+        abandoned.cancel()
+        assert (await finishing)[0] == 503
+        with suppress(asyncio.CancelledError):
+            await abandoned
+        assert (await served.post(FINISH, {"reward": 1.0}, session="6-0-0"))[0] == 409
+
+
+def test_the_file_of_ended_sessions_holds_the_newest_ones_and_stays_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_ENDED", 4)
+    file = tmp_path / "ended"
+    noted = Sessions(file)
+    for number in range(30):
+        noted.finished(SimpleNamespace(name=f"s{number}", key=f"key{number}"), f"body{number}")  # type: ignore[arg-type]
+        assert len(file.read_text().splitlines()) <= 8
+    again = Sessions(file)
+    found = [again.finished_with(f"key{number}") for number in range(30)]
+    assert found == [""] * 26 + [f"body{number}" for number in range(26, 30)]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"reward": 2 * MAX_REWARD}, "reward"),
+        ({"reward": 0.5, "rewards": {"main": -2 * MAX_REWARD}}, "rewards"),
+        ({"reward": MAX_REWARD, "rewards": {"main": MAX_REWARD}}, "rewards"),
+        ({"reward": 0.5, "rewards": {"nobody": 1.0}}, "rewards"),
+    ],
+)
+async def test_a_reward_that_the_buffer_would_refuse_is_refused_at_finish_and_the_session_goes_on(
+    model: Path, tasks: list[Task], body: dict[str, Any], field: str
+) -> None:
+    async with aclosing(Served(model)) as served:
+        playing = served.play(tasks[0])
+        await served.handed()
+        assert (await served.post("/s/5-1-0" + CHAT, asked(tasks[0])))[0] == 200
+        status, answer = await served.post(FINISH, body)
+        assert (status, answer["error"]["param"]) == (400, field)
+        assert NEEDED in answer["error"]["message"] or "nobody" in body.get("rewards", {})
+        assert (await served.post(FINISH, {"reward": MAX_REWARD}))[0] == 200
+        assert (await playing).reward == MAX_REWARD
+
+
+async def test_what_the_endpoint_refused_stands_in_the_log_and_in_the_reason_of_a_lost_trajectory(
+    model: Path, tasks: list[Task], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with aclosing(Served(model)) as served:
+        playing = served.play(tasks[0])
+        await served.handed()
+        served.http.headers["User-Agent"] = "OpenAI/Python 2.1"
+        for _ in range(3):
+            assert (await served.post(CHAT, {"model": "m", "messages": 7}))[0] == 400
+        failed = {"status": "failed", "reason": "its exit code was 1", "transcript": "400!\n", "exit_code": 1}
+        assert (await served.post(FINISH, failed))[0] == 200
+        await playing
+    (failure,) = served.player.failures.values()
+    why = "400 messages: Expected `array`, got `int` (client OpenAI/Python 2.1)"
+    assert failure.endswith(f": its exit code was 1\n    400!\n    refused 3 times: {why}")
+    assert caplog.text.count(f"a request of session 5-1-0 is refused: {why}") == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("silent", "environment_error"), ("late", "environment_timeout"), ("failed", "environment_error")],
+)
+async def test_a_session_without_an_end_is_lost_and_its_trajectory_attempted_again(
+    model: Path, tasks: list[Task], fault: str, reason: str
+) -> None:
+    deadlines = {"silent": {"silence": 0.2}, "late": {"deadline": 0.4}, "failed": {}}[fault]
+    async with aclosing(Served(model, **deadlines)) as served:
+        playing = served.play(tasks[0])
+        await served.handed()
+        if fault == "failed":
+            await served.post(FINISH, {"status": "failed", "reason": "no disk"})
+        assert (await playing).stop_reason == reason
+        assert fault != "silent" or "no request of session 5-1-0 came for 0.2 s" in str(served.player.failures)
+        assert len(served.agents.sessions) == 0
+
+
+async def test_calls_and_looks_at_a_session_keep_it(model: Path, tasks: list[Task]) -> None:
+    async with aclosing(Served(model, silence=0.6)) as served:
+        playing = served.play(tasks[0])
+        session, *_ = await served.handed()
+        for turn in range(6):
+            await asyncio.sleep(0.2)
+            if turn % 2:
+                look = f"{served.agents.address}/rl/sessions/any"
+                async with served.http.get(look, headers={"x-api-key": session.key}) as got:
+                    assert got.status == 200
+            else:
+                assert (await served.post("/s/5-1-0" + CHAT, asked(tasks[0]) | {"user": str(turn)}))[0] == 200
+        assert not playing.done()
+        playing.cancel()
+
+
+async def test_a_session_outlives_its_generators_process(model: Path, tasks: list[Task]) -> None:
+    path = "/s/5-1-0" + CHAT
+    async with aclosing(Served(model)) as served:
+        served.play(tasks[0])
+        await served.handed()
+        _, first = await served.post(path, asked(tasks[0]))
+        steps = steps_table(step_objects(served.sink.steps()))
+    async with aclosing(Served(model)) as again:
+        assert again.player.resumes and again.player.restore(OF, tasks[0], steps, again.sink)
+        playing = again.play(tasks[0])
+        assert (await again.handed()).method == "resume"
+        _, repeated = await again.post(path, asked(tasks[0]))
+        assert repeated["choices"] == first["choices"] and not len(again.sink)
+        body = asked(tasks[0])
+        body["messages"] += [first["choices"][0]["message"], {"role": "user", "content": "none"}]
+        assert (await again.post(path, body))[0] == 200
+        assert (await again.post(FINISH, {"reward": 1.0}))[0] == 200
+        assert (await playing).n_steps == 2
+        later = step_objects(again.sink.steps())
+        assert [step.index for step in later] == [1]
+        whole([*step_objects(steps), *later])  # the reference holds
+
+
+async def test_only_an_agent_that_can_resume_is_restored(model: Path, tasks: list[Task]) -> None:
+    async with aclosing(Served(model, silence=0.2)) as served:
+        assert served.player.restore(OF, tasks[0], steps_table(()), served.sink)
+        assert (await served.play(tasks[0])).stop_reason == "environment_error"  # nothing was heard of it
+        other = RunPlayer(Config(env=EnvConfig(), agents=AgentsConfig()), model, served.engine)
+        assert not other.resumes and not other.restore(OF, tasks[0], steps_table(()), served.sink)
+
+
+async def test_a_session_that_nobody_plays_yet_is_finished_only_once_the_buffer_has_its_end(
+    model: Path, tasks: list[Task]
+) -> None:
+    async with aclosing(Served(model)) as served:
+        assert served.player.restore(OF, tasks[0], steps_table(()), served.sink)
+        finishing = asyncio.create_task(served.post(FINISH, {"reward": 1.0}))
+        await asyncio.wait({finishing}, timeout=0.2)
+        assert not finishing.done()
+        assert (await served.play(tasks[0])).reward == 1.0
+        assert await finishing == (200, {})
+
+
+async def test_the_recipe_for_work_on_another_machine_plays_and_finishes_a_session(
+    model: Path, tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, recipe = RECIPES.read_text().partition("## Work on another machine")
+    (tmp_path / "recipe_of_work.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", recipe, re.DOTALL)))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def job(request: web.Request) -> web.Response:
+        work = import_module("recipe_of_work").work
+        working.append(asyncio.create_task(asyncio.to_thread(work, await request.json())))
+        return web.Response(status=202)
+
+    working: list[asyncio.Task[None]] = []
+    app = web.Application()
+    app.router.add_post("/jobs", job)
+    async with TestServer(app) as service, aclosing(Served(model)) as served, AsyncExitStack() as held:
+        options = {"service": str(service.make_url("/jobs"))}
+        env = EnvConfig(name="recipe_of_work:Elsewhere", trusted_modules=("recipe_of_work",), options=options)
+        config = served.config.model_copy(update={"env": env})
+        player = RunPlayer(config, model, served.engine, SECRET)
+        held.push_async_callback(player.close)
+        end = await player.play(OF, tasks[0], served.sink)
+        await asyncio.gather(*working)
+        assert player.resumes and (end.reward, end.n_steps, end.stop_reason) == (1.0, 1, "stop")
+
+
+def test_the_secret_of_a_run_lasts_and_only_its_user_reads_it(tmp_path: Path) -> None:
+    secret = run_secret(tmp_path)
+    assert secret == run_secret(tmp_path)
+    assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
+    keys = [session_key(secret, name) for name in ("1-0-0", "1-0-1")]
+    assert keys[0] != keys[1] and len(keys[0]) == 22
+    assert secret.value.hex() not in f"{secret!r}{secret}"
+    assert session_key(run_secret(tmp_path / "other"), "1-0-0") != keys[0]
+    (tmp_path / SECRET_FILE).write_text("no hex")
+    with pytest.raises(UserError, match="no secret of a run"):
+        run_secret(tmp_path)
+
+
+@pytest.mark.parametrize("port", [65535, 65534])
+def test_a_port_leaves_room_for_every_generator(port: int) -> None:
+    config = Config.model_validate({"generator": {"engines": 2}, "agents": {"port": port}})
+    assert any(problem.startswith("agents.port") for problem in problems(config)) == (port == 65535)
+
+
+async def test_of_sessions_that_were_abandoned_nothing_is_left_and_the_next_one_goes_on(
+    model: Path, tasks: list[Task]
+) -> None:
+    async with aclosing(Served(model, silence=0.3)) as served:
+        await abandoned(served, tasks[0], 10)
+        before = left_of(served)
+        ends = await abandoned(served, tasks[0], 50)
+        assert {end.stop_reason for end in ends} == {"environment_error"}
+        assert all(now <= then for now, then in zip(left_of(served), before, strict=True))
+        playing = served.play(tasks[0])
+        await served.handed()
+        assert (await served.post(CHAT, asked(tasks[0])))[0] == 200
+        assert (await served.post(FINISH, {"reward": 1.0}))[0] == 200
+        assert (await playing).reward == 1.0
+
+
+async def abandoned(served: Served, task: Task, count: int) -> list[TrajectoryEnd]:
+    """The ends of sessions that are handed on, called once, and never heard of again."""
+    playing = [served.play(task, TrajectoryId(group, 0)) for group in range(count)]
+    for group in range(count):
+        await served.handed(f"{group}-0-0")
+        await served.post(CHAT, asked(task), session=f"{group}-0-0")
+    ends = await asyncio.gather(*playing)
+    HandsOn.handed.clear()
+    return ends
+
+
+def left_of(served: Served) -> tuple[int, ...]:
+    """Open sessions; objects and tasks of sessions; open files of this process."""
+    gc.collect()
+    objects = sum(type(thing) is Session for thing in gc.get_objects())
+    return len(served.agents.sessions), objects, len(asyncio.all_tasks()), psutil.Process().num_fds()
