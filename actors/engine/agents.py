@@ -16,7 +16,7 @@ from typing import Any
 
 from service.agents.agents import Agents
 from service.agents.reply_parser import JsonCalls, Reply, ReplyParser
-from service.config import Config
+from service.config.rollout import AgentsConfig
 from service.errors import UserError
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.chat.tokenizer import load_tokenizer
@@ -85,7 +85,7 @@ class VllmParser:
 
 
 def agents_of(
-    config: Config,
+    endpoint: AgentsConfig | None,
     model_folder: Path,
     secret: RunSecret | None,
     number: int,
@@ -93,11 +93,11 @@ def agents_of(
     engine: Engine,
     limits: AgentLimits,
 ) -> Agents | None:
-    """The agents that call this engine; None if the run has no endpoint for them. `number`: the generator's number.
+    """The agents that call this engine; None without an `endpoint` for them. `number`: the generator's number.
 
     Their `load` raises the errors of `VllmParser`.
     """
-    if (endpoint := config.endpoint) is None:
+    if endpoint is None:
         return None
 
     def parser() -> ReplyParser:

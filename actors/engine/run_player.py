@@ -32,6 +32,6 @@ class RunPlayer(Player):
             settings,
             model_folder,
             engine,
-            agents=partial(agents_of, config, model_folder, secret, number),
+            agents=partial(agents_of, config.endpoint, model_folder, secret, number),
             commands=AgentRunner(config.env),
         )
