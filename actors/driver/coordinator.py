@@ -23,7 +23,6 @@ from actors.generator.scaling import Scaling
 from actors.observe.actor_logs import say_which_are_elsewhere
 from actors.observe.metrics_hub import ScrapeTargets
 from actors.observe.telemetry import RunTelemetry
-from actors.trainer.step_profiles import Profiles
 from actors.weights.weight_source import TRAINER, TrainerLost
 from service.config import Config, resolved_yaml
 from service.errors import BatonError, ProcessLost, RunFailed
@@ -94,7 +93,6 @@ class Coordinator:
         self._hosts = HostWatch(say, self._scaling.look)
         checkpointed, evaluated = (partial(self._telemetry.span, row) for row in ("checkpoints", "evaluations"))
         self._checkpoints = Checkpointer(config, folder.path, cluster, checkpointed, uploads)
-        self._profiles = Profiles(folder.path, config.trainer.ranks, cluster.trainer, say)
         eval_files, stopped = prepared.eval_files, lambda: bool(self.stopped_by)
         sections = config.data, config.run, config.weights.sync_every
         self._evaluations = Evaluations(*sections, self._generator_pool, folder, eval_files, say, stopped, evaluated)
@@ -320,9 +318,7 @@ class Coordinator:
             self._folder.append_trajectories(leased.lost)
             self._waits_for = "the trainer"
             self._telemetry.doing("step")
-            await self._profiles.before()
             report = await self._trainer.step(leased.parts)
-            await self._profiles.after(self._version.step + 1)
         if not report.applied:
             await self._release(leased, report.reason or "not applied")
             return
@@ -432,7 +428,6 @@ class Coordinator:
             raise RunFailed(times + unwritten) from error
         step = 0 if manifest is None else manifest.step
         self._say(f"{error}{unwritten if step < self._version.step else ''}; the trainer restarts from step {step}")
-        self._profiles.lost()
         left = partial(", ".join, [*self._trainer.named])
         with phase("restarting the trainer", self._say, left, after=QUIET_SECONDS, seconds=QUIET_SECONDS):
             await self._trainer.restart(self._prepared.base)

@@ -47,21 +47,27 @@ def say_which_are_elsewhere(folder: Path, say: Callable[[str], None]) -> None:
         say(f"the output of {', '.join(missing)} stays in Ray's logs on its host, which {hosts}")
 
 
+def shared_logs() -> Path | None:
+    """Return the run's folder of logs if this process belongs to a run and its host shares the folder, else None."""
+    inode, _, folder = os.environ.get(LOG_FOLDER, "0:").partition(":")
+    is_shared = folder and Path(folder).is_dir() and Path(folder).stat().st_ino == int(inode)
+    return Path(folder) if is_shared else None
+
+
 def keep_log(part: str) -> None:
     """Write all output of this process and its children to the part's log, including messages of Python's logging.
 
     Outside a run, nothing changes; on a host that does not share the run folder, the output stays in Ray's own logs.
     """
-    if (told := os.environ.get(LOG_FOLDER)) is None:
+    if LOG_FOLDER not in os.environ:
         return
     logging.basicConfig(format=log_file.MESSAGE)
     for ours in ("actors", "service"):
         logging.getLogger(ours).setLevel(logging.INFO)
-    inode, _, folder = told.partition(":")
-    if not Path(folder).is_dir() or Path(folder).stat().st_ino != int(inode):
+    if (logs := shared_logs()) is None:
         return
     first = f"{part} begins: process {os.getpid()} on {socket.gethostname()}"
-    command = [sys.executable, "-I", "-S", log_file.__file__, f"{folder}/{part}{SUFFIX}", first]
+    command = [sys.executable, "-I", "-S", log_file.__file__, str(logs / f"{part}{SUFFIX}"), first]
     # Without the mark, because the watchdog must not end the copying process before the processes that write to it.
     environment = {key: value for key, value in os.environ.items() if key != MARK}
     nowhere, (read, write) = subprocess.DEVNULL, os.pipe()

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from actors.calls import resolve_actor
 from actors.cuda import unusable_cuda
 from actors.deaths import WATCHING, Supervised
 from actors.heap import freeze_heap
-from actors.observe.actor_logs import keep_log
+from actors.observe.actor_logs import keep_log, shared_logs
 from actors.observe.reporting import Reporter
 from actors.weights.cuda_ipc import encode_handles
 from actors.weights.nixl_reads import RemoteMemory
@@ -30,6 +30,7 @@ from actors.weights.part_buffers import PartBuffers
 from actors.weights.policy_tensors import Octets, checksum_of
 from service.config import Config
 from service.errors import ProcessLost, UserError
+from service.files import atomic_file
 from service.handoff.steps.wire import decode_mini_batch
 from service.learn.compile import share_cores
 from service.learn.learner import Learner, StepReport
@@ -43,6 +44,7 @@ from service.learn.trial import engine_bytes, keep_gathered_weights, take_trial
 from service.observe.measure import measure_states
 from service.observe.metrics import Metrics
 from service.observe.recorder import States, Trace
+from service.run.folder import PROFILES
 from service.run.liveness import Life
 from service.run.memory import in_gb
 from service.types import SupervisedRow
@@ -52,6 +54,8 @@ log = logging.getLogger(__name__)
 MeetingPoint = tuple[str, int]
 """Address and port at which the ranks form their process group."""
 
+FIRST_PROFILED = 4
+"""The first optimizer step of a rank's process that `trainer.profile_steps` records; the steps before it compile."""
 SENDING = "sending"
 """Ray's concurrency group of the calls that must not wait for an optimizer step."""
 
@@ -73,7 +77,8 @@ class TrainerRank(Supervised):
         self._buffers = PartBuffers(rank)
         """This rank's part of the newest weights, for transport `memory`."""
         self._steps = 0
-        self._profile: StepProfile | None = None
+        steps = self._config.trainer.profile_steps if rank == 0 else 0
+        self._profile = StepProfile(steps, self._device, FIRST_PROFILED)
         trace = Trace()
         if hub is not None:
             reporter = Reporter("trainer", f"trainer-{rank}", self._config, resolve_actor(hub), self._measure_now)
@@ -192,9 +197,11 @@ class TrainerRank(Supervised):
 
     def step(self, batch: bytes) -> StepReport:
         """Take one optimizer step on this rank's micro-batches."""
-        with self._busy("forward_backward"), nullcontext() if self._profile is None else self._profile.step():
+        with self._busy("forward_backward"), self._profile.step():
             report = self.learner.step(decode_mini_batch(batch))
         self._steps += 1
+        if self._profile.file is not None:
+            self._write_profile(self._profile.file)
         if self._device.type == "cuda":
             report = report._replace(metrics=report.metrics | self._memory())
         return report
@@ -206,16 +213,17 @@ class TrainerRank(Supervised):
             log.info("memory of the GPU after the first step: %s reserved", in_gb(reserved))
         return {"trainer/gpu_reserved_bytes": float(reserved)}
 
-    def begin_profile(self, steps: int) -> None:
-        """Record a profile of the next `steps` optimizer steps."""
-        self._profile = StepProfile(steps, self._device)
-
-    def take_profile(self) -> bytes:
-        """Return the recorded profile as a file's contents."""
-        recorded, self._profile = self._profile, None
-        if recorded is None or recorded.file is None:
-            raise ValueError(f"trainer rank {self._rank} has no whole profile")
-        return recorded.file
+    def _write_profile(self, recorded: bytes) -> None:
+        """Write the recorded steps to `profiles/` of the run folder, if this host shares that folder."""
+        self._profile.file = None
+        if (logs := shared_logs()) is None:
+            log.warning("no profile is written: this host does not share the run folder")
+            return
+        file = logs.parent / PROFILES / f"steps-{FIRST_PROFILED}-to-{self._steps}-trainer-{self._rank}.json.gz"
+        file.parent.mkdir(exist_ok=True)
+        with atomic_file(file) as partial:
+            partial.write_bytes(recorded)
+        log.info("the profile of steps %d to %d is in %s", FIRST_PROFILED, self._steps, file)
 
     def weights(self, version: int) -> Source | None:
         """Copy or gather the policy; every rank must call this.

@@ -154,14 +154,6 @@ class TrainerGroup:
         found: tuple[bytes, int] | None = await self._ask(number, "ipc_handles", version.pack())
         return found
 
-    async def begin_profile(self, ranks: Sequence[int], steps: int) -> None:
-        """Let these ranks record a profile of their next `steps` optimizer steps."""
-        await asyncio.gather(*(self._ask(rank, "begin_profile", steps) for rank in ranks))
-
-    async def profiles(self, ranks: Sequence[int]) -> list[bytes]:
-        """Return the profiles that these ranks have recorded, each as a file's contents."""
-        return list(await asyncio.gather(*(self._ask(rank, "take_profile") for rank in ranks)))
-
     async def save(self, folder: Path) -> None:
         """Begin a checkpoint: every rank copies its part and writes it in the background."""
         await self._ask_all("save", str(folder))

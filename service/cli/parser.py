@@ -41,7 +41,6 @@ examples:
   baton status runs/quickstart                           # what a run is doing now
   baton logs runs/quickstart --follow                    # what its parts print
   baton trajectories list runs/quickstart                # what the policy wrote
-  baton profile runs/quickstart --steps 3                # what the ranks compute, for ui.perfetto.dev
   baton trace runs/quickstart                            # its timeline, for ui.perfetto.dev
 
 `baton COMMAND --help` describes a command. Settings are written section.key=value, as many as you need.
@@ -75,7 +74,6 @@ COMMANDS = (
     Command("models", "check that a model's family is trained rightly", "service.cli.models"),
     Command("status", "what a run is doing now, or how it ended", "service.cli.status"),
     Command("logs", "what the parts of a run print", "service.cli.logs"),
-    Command("profile", "profile the next optimizer steps of a running run", "service.cli.profile"),
     # Optional commands: if the line and the folder of one are removed, everything else works.
     Command("plan", "whether a configuration fits, how fast it is, what binds", "service.plan.command", True),
     Command("trace", "write a run's timeline: who did what when", "service.trace.trace_command"),

@@ -176,6 +176,8 @@ class TrainerConfig(Section):
     fails."""
     accelerator: str | None = None
     """Ray's accelerator type of the nodes for the ranks, such as H100."""
+    profile_steps: Annotated[int, Field(ge=0, le=20)] = 0
+    """Number of optimizer steps, from the fourth on, of which rank 0 writes a torch profile to `profiles/`."""
     collective_deadline: Seconds = 120.0
     """Seconds in which a collective of a step must end; while ranks start, see `start_deadline`."""
 

@@ -12,26 +12,27 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class StepProfile:
-    """Records a trace of the next optimizer steps; after the last of these steps, `file` is a Chrome trace compressed
-    by gzip."""
+    """Records optimizer steps number `first` and later; after the last of these steps, `file` is a Chrome trace
+    compressed by gzip."""
 
-    def __init__(self, steps: int, device: torch.device) -> None:
+    def __init__(self, steps: int, device: torch.device, first: int = 1) -> None:
+        """`steps`: number of steps to record; `first`: number of the first of them among the calls of `step`."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._profile = profile(activities=activities)
-        self._left = self._steps = steps
+        self._first, self._last, self._taken = first, first + steps - 1, 0
         self.file: bytes | None = None
         """The trace; None until all steps were recorded."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record the optimizer step that the block takes."""
-        if self._left == self._steps:
+        """Count the optimizer step that the block takes, and record it if it is one of the steps to record."""
+        self._taken += 1
+        if self._taken == self._first <= self._last:
             self._profile.start()
         try:
             yield
         finally:
-            self._left -= 1
-            if self._left == 0:
+            if self._first <= self._taken == self._last:
                 self._profile.stop()
                 with tempfile.TemporaryDirectory() as folder:
                     file = Path(folder) / "profile.json.gz"

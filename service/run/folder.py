@@ -7,7 +7,7 @@ learning_curve.png  reward, staleness, padded length over the steps
 trajectories.jsonl  a bounded sample of trajectories
 evaluations.jsonl   one JSON object per evaluation and set
 timeline/           what every process did when; `baton trace` reads it
-profiles/           what `baton profile` wrote
+profiles/           torch profiles of optimizer steps (`trainer.profile_steps`)
 address.json        where the run's metrics service listens
 journal/            the buffer's journal
 checkpoints/        `step_<n>/`, each with a manifest
@@ -51,6 +51,7 @@ TRAJECTORIES_BYTES = 64 << 20
 EVALUATIONS = "evaluations.jsonl"
 CURVE = "learning_curve.png"
 TIMELINE = "timeline"
+PROFILES = "profiles"
 ADDRESS = "address.json"
 REVISIONS = "revisions.json"
 SUMMARY = "summary.json"

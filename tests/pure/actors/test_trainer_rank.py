@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ import ray
 import torch
 
 from actors.driver.placement import rank_options
+from actors.observe.actor_logs import log_env
 from actors.trainer import actor
 from actors.trainer.actor import TrainerRank, interface_of, process_group_backend
 from actors.trainer.group import TrainerGroup
@@ -23,6 +25,7 @@ from service.errors import ProcessLost, UserError
 from service.learn.learner import StepReport
 from service.learn.model.policy_model import Checkpointing
 from service.learn.out_of_memory import OutOfMemory
+from service.run.folder import LOGS, PROFILES
 from service.run.liveness import Life
 from service.run.memory import REMEDIES
 
@@ -191,3 +194,21 @@ async def test_ranks_that_share_micro_batches_get_the_same_part(parts: list[byte
     report = await TrainerGroup.of(Config(), [rank_that_keeps(each) for each in given]).step(parts)
     assert report.metrics == {"trainer/gpu_reserved_bytes": max(parts)[0], "policy/grad_norm": 2.0}
     assert given == [[part] for part in parts for _ in range(4 // len(parts))]
+
+
+def test_a_rank_writes_a_profile_of_the_steps_that_the_settings_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / LOGS).mkdir()
+    monkeypatch.setattr(actor, "decode_mini_batch", lambda batch: batch)
+    config = Config(trainer=TrainerConfig(profile_steps=2)).model_dump_json()
+    ranks = [TrainerRank(config, rank) for rank in range(2)]
+    for name, value in log_env(tmp_path / LOGS).items():  # not before, because an actor redirects its output
+        monkeypatch.setenv(name, value)
+    for rank in ranks:
+        rank._learner = SimpleNamespace(step=lambda batch: torch.ones(3).cumsum(0))  # type: ignore[assignment]
+        for _ in range(6):
+            rank.step(b"")
+    (file,) = (tmp_path / PROFILES).iterdir()
+    assert file.name == "steps-4-to-5-trainer-0.json.gz"
+    assert gzip.decompress(file.read_bytes()).count(b'"aten::cumsum"') == 2
