@@ -178,7 +178,6 @@ def sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """The command `baton agent-try`: serve one session, so that a user can try an agent; returns the exit code."""
-    from service.config.paths import check_output
     from service.model_folder import MODEL_CONFIG, TOKENIZER, require_files, tools_note
 
     texts = arguments.scripted and arguments.scripted.read_text("utf-8", "replace").splitlines()
@@ -186,8 +185,6 @@ def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError("agent-try: give a model's folder, or --scripted FILE with what the policy says")
     if arguments.model is not None:
         require_files(arguments.model, TOKENIZER, *(() if texts else (MODEL_CONFIG,)))
-    if arguments.record is not None:
-        check_output(arguments.record, "--record")
     config = trial_config(arguments.config, overrides, None if texts else arguments.model)
     if not texts:
         refuse_missing_vllm()
@@ -197,7 +194,7 @@ def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase("loading transformers" if texts else LOADING, after=SHORT_SECONDS):
         from actors.driver.try_agent import try_agent
 
-    try_agent(config, arguments.model, texts or [], arguments.record)
+    try_agent(config, arguments.model, texts or [])
     return 0
 
 

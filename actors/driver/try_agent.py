@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from actors.engine.vllm_engine import VllmEngine
 
 
-def try_agent(config: Config, model: Path | None, script: list[str], record: Path | None) -> None:
+def try_agent(config: Config, model: Path | None, script: list[str]) -> None:
     """Serve a session until it ends or a stop signal comes.
 
     `script`: the answers of the policy; empty if vLLM generates the answers. If `model` is None, each token is a byte.
-    `record`: see `Trial.run`.
 
     Raises:
         UserError: the model cannot be read.
@@ -38,10 +37,10 @@ def try_agent(config: Config, model: Path | None, script: list[str], record: Pat
     with tempfile.TemporaryDirectory(prefix="baton-try-") as folder:
         if model is None:
             make_byte_tokenizer(Path(folder))
-        asyncio.run(_serve(config, model or Path(folder), script, record))
+        asyncio.run(_serve(config, model or Path(folder), script))
 
 
-async def _serve(config: Config, model: Path, script: list[str], record: Path | None) -> None:
+async def _serve(config: Config, model: Path, script: list[str]) -> None:
     async with contextlib.AsyncExitStack() as held:
         policy = (
             ScriptedPolicy(load_chat(model, config.generator), script) if script else await _vllm(config, model, held)
@@ -54,7 +53,7 @@ async def _serve(config: Config, model: Path, script: list[str], record: Path | 
         trial = Trial(player.agents)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, trial.session.close)
-        await trial.run(record, partial(policy.check, config.generator.request_deadline))
+        await trial.run(partial(policy.check, config.generator.request_deadline))
 
 
 async def _vllm(config: Config, model: Path, held: contextlib.AsyncExitStack) -> VllmEngine:

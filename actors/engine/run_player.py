@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from actors.engine.agents import agents_of
-from service.agents.runner.runner import AgentRunner
+from service.agents.commands import AgentRunner
 from service.config import Config
 from service.rollout.engine import Engine
 from service.rollout.limits import PlaySettings

@@ -1,7 +1,5 @@
 """One session to try out an agent: prints each call when it is made, and at the end what would be trained.
 
-For bug reports a proxy in front of the endpoint records what both sides send, without keys.
-
 call 0: main, a new conversation, 17 tokens -> 23 sampled, calls search({"query": "fox"})
 call 1: main, continues 0, 12 tokens -> 5 sampled, "it is 17"
 28 of 28 sampled tokens would be trained
@@ -11,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, repeat
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +19,6 @@ import numpy as np
 from service.agents.agents import Agents
 from service.agents.call_roles import roles_of
 from service.agents.conversation_tree import Call
-from service.agents.runner.forward import forward
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import generation_of
 from service.rollout.engine import Generation, Sampling
@@ -35,8 +29,6 @@ CHECK_SECONDS = 2.0
 """Seconds between two checks of the engine."""
 SHOWN = 60
 """Maximum characters of a text or of arguments that are printed."""
-SECRETS = re.compile(rb"(?im)^((?:proxy-)?authorization|(?:x-)?(?:goog-)?api-key|cookie):[^\r\n]*")
-"""Headers whose values are not recorded."""
 HOW = {"root": "a new conversation", "rerendered": "a new conversation (it has an answer that the policy did not give)"}
 
 
@@ -63,14 +55,10 @@ class Trial:
         self._agents = agents
         self.session = agents.session(TrajectoryId(0, 0), Task("try", (), ""), self)
 
-    async def run(self, record: Path | None, check: Callable[[], Awaitable[None]]) -> None:
-        """Serve until the session ends, or until `check` finds that the engine has died. `record`: the file in which
-        the traffic is recorded."""
+    async def run(self, check: Callable[[], Awaitable[None]]) -> None:
+        """Serve until the session ends, or until `check` finds that the engine has died."""
         await self._agents.listen()
-        address, key = self._agents.address, self.session.key
-        if record is not None:
-            address = await record_wire(address, key, record)
-        url = f"{address}/s/{self.session.name}"
+        url, key = f"{self._agents.address}/s/{self.session.name}", self.session.key
         print(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}")
         print(f"export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}", flush=True)
         while not (await asyncio.wait({self.session.ended}, timeout=CHECK_SECONDS))[0]:
@@ -104,26 +92,3 @@ def told(call: Call, role: str) -> str:
     calls = [f"{name}({json.dumps(dict(arguments)):.{SHOWN}})" for name, arguments in call.reply.calls]
     said = f"calls {', '.join(calls)}" if calls else json.dumps(call.reply.content[:SHOWN])
     return f"call {call.index}: {role}, {begins}, {len(call.carried_ids)} tokens -> {call.n_sampled} sampled, {said}"
-
-
-async def record_wire(endpoint: str, key: str, file: Path) -> str:
-    """Listen on loopback in front of an endpoint, and record what clients and the endpoint send; returns the address.
-
-    Each line of `file` is one connection: what the client sent, and what it received. `key` is replaced wherever it
-    occurs.
-    """
-
-    async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        sent, received = bytearray(), bytearray()
-        with suppress(asyncio.CancelledError):  # the trial ends before its client leaves: what was said is kept too
-            await forward(reader, writer, endpoint, sent, received)
-        told = {"sent": _without_key(sent, key), "received": _without_key(received, key)}
-        with file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(told) + "\n")
-
-    server = await asyncio.start_server(passed_on, "127.0.0.1", 0)
-    return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-
-def _without_key(said: bytearray, key: str) -> str:
-    return SECRETS.sub(rb"\1: [key]", said.replace(key.encode(), b"[key]")).decode(errors="replace")

@@ -13,7 +13,7 @@ EXAMPLES = """\
 examples:
   baton agent-try models/Qwen3-0.6B                       # vLLM on this machine
   baton agent-try --scripted replies.txt                # no model: the policy says its lines
-  baton agent-try models/Qwen3-0.6B --record wire.jsonl agents.structured=refuse
+  baton agent-try models/Qwen3-0.6B agents.structured=refuse
 """
 
 
@@ -21,4 +21,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command, other than those of its configuration."""
     parser.add_argument("model", nargs="?", type=Path, metavar="MODEL", help="a Hugging Face folder")
     parser.add_argument("--scripted", type=Path, metavar="FILE", help="the policy says the lines of this file")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="keep what both sides send, without keys")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from service.config.section import Named, NotNegative, Seconds, Section, UserPath
+from service.config.section import Named, Seconds, Section, UserPath
 
 AGENT = "agent"
 """The value of `env.name` with which the command `env.command` plays each trajectory."""
@@ -19,29 +19,21 @@ OWN_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANT
 """Environment variables that Baton sets to the address and the key of an agent's session."""
 
 
-Limit = Annotated[int, Field(gt=0, le=1 << 62)]
+Limit = Annotated[int, Field(ge=1024, le=1 << 62)]
 """A limit on a resource, in the range that the operating system accepts."""
 
 
 class CommandLimits(Section):
-    """Limits of one run of a command. If a run exceeds a limit, all its processes are killed."""
+    """Limits of one run of a command. They contain mistakes; see SECURITY.md for walls."""
 
     seconds: Seconds = 1800.0
-    """Maximum seconds of a command's run. After that, the result so far is scored."""
+    """Maximum seconds of a command's run. Then its processes are killed, and the result so far is scored."""
     score_seconds: Seconds = 300.0
     """Seconds within which the trajectory must be scored."""
     memory_bytes: Limit = 16 << 30
-    """Maximum resident memory of all processes together, in bytes, including shared memory and files in /dev/shm."""
-    processes: Limit = 512
-    """Maximum number of processes and threads at the same time."""
-    output_bytes: Limit = 64 << 20
-    """Maximum bytes of stdout and stderr together."""
+    """Maximum bytes of the private memory that one process of the command may write (RLIMIT_DATA)."""
     file_bytes: Limit = 1 << 30
-    """Maximum bytes of one file that the command writes."""
-    folder_bytes: Limit = 4 << 30
-    """Maximum bytes of the trajectory's folder on disk; each file counts as at least 4096 bytes."""
-    transcript_characters: NotNegative = 1 << 16
-    """Maximum characters of the output that are kept; of a longer output, the middle is left out."""
+    """Maximum bytes of one file that the command writes, also of its output (RLIMIT_FSIZE)."""
 
 
 TEMPLATE = "give a folder of which each trajectory gets a copy, or null"
@@ -62,7 +54,4 @@ class CommandConfig(Section):
     program and its arguments. None: the agent sends its reward to the endpoint."""
     variables: dict[str, str] = {}
     """Further environment variables of the command. Of Baton's own variables, the command gets only PATH."""
-    network: Literal["endpoint", "open"] = "endpoint"
-    """Network access of the command. `endpoint`: only the endpoint for agents, if the machine allows network
-    namespaces; `open`: the same access as Baton."""
     limits: CommandLimits = CommandLimits()

@@ -14,7 +14,7 @@ SLOW = [
     "agents/test_endpoint",
     "agents/test_kills",
     "agents/test_play",
-    "agents/test_runner",
+    "agents/test_commands",
     "buffer/test_curriculum",
     "cli/test_cli",
     "cli/test_eval_refused",

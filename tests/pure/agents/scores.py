@@ -24,12 +24,6 @@ def nan(task: Task, folder: Path, transcript: str) -> float:
     return float("nan")
 
 
-def hangs(task: Task, folder: Path, transcript: str) -> float:
-    """Return much too late."""
-    time.sleep(600)
-    return 0.0
-
-
 def never_ends(task: Task, folder: Path, transcript: str) -> float:
     """Return never, whatever is raised in it."""
     while True:

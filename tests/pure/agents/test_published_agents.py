@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from service.agents.call_roles import roles_of
-from service.agents.runner.command_process import Finished
-from service.agents.runner.runner import AgentRunner
+from service.agents.command_process import Finished
+from service.agents.commands import AgentRunner
 from service.config.command import CommandConfig
 from service.handoff.steps.roles import Role
 from service.rollout.chat.chat import Chat

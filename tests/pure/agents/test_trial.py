@@ -22,10 +22,10 @@ TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type"
 
 
 @pytest.mark.slow
-async def test_an_agent_is_tried_with_a_script_and_its_traffic_is_kept_without_keys(tmp_path: Path) -> None:
-    script, record = tmp_path / "replies.txt", tmp_path / "wire.jsonl"
+async def test_an_agent_is_tried_with_a_script_(tmp_path: Path) -> None:
+    script = tmp_path / "replies.txt"
     script.write_text("\n".join((called().replace("\n", " "), "Fox ages", "it is 17")))
-    command = [sys.executable, "-m", "service", "agent-try", "--scripted", str(script), "--record", str(record)]
+    command = [sys.executable, "-m", "service", "agent-try", "--scripted", str(script)]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"},
@@ -67,10 +67,6 @@ async def test_an_agent_is_tried_with_a_script_and_its_traffic_is_kept_without_k
     sampled = [int(n) for n in re.findall(r"-> (\d+) sampled", at_the_end)]
     assert f"{sampled[0] + sampled[2]} of {sum(sampled)} sampled tokens would be trained" in at_the_end
     assert "fields that do not reach the policy: top_k" in shown
-    kept = [json.loads(line) for line in record.read_text().splitlines()]
-    sent = "".join(one["sent"] for one in kept)
-    assert key not in record.read_text() and sent.count("x-api-key: [key]") == 4 and '"content": "[key]"' in sent
-    assert "data: [DONE]" in "".join(one["received"] for one in kept)
 
 
 def test_a_trial_without_a_policy_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
