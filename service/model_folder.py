@@ -47,29 +47,28 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file()
 
 
-def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1, expert_parallel: int = 1) -> None:
+def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1) -> None:
     """Check that the model in a folder can be trained. `longest`: maximum tokens of a turn, prompt and response
-    together; `sequence_parallel`: number of ranks that divide the heads; `expert_parallel`: number of ranks that divide
-    the experts.
+    together; `sequence_parallel`: number of ranks that divide the heads.
 
     Raises:
         UserError: a file is missing or malformed; or the model is not supported, its maximum length is too short, or
-            the ranks cannot divide its heads or experts.
+            the ranks cannot divide its heads.
     """
     require_files(folder, MODEL_CONFIG, TOKENIZER)
-    check_description(folder, longest, sequence_parallel, expert_parallel)
+    check_description(folder, longest, sequence_parallel)
     index = weight_index(folder)
     for file in sorted({*index.values()} or {folder / SINGLE}):
         names = {name for name, where in index.items() if where == file}
         _check_header(file, names, text_part(model_config(folder))["vocab_size"])
 
 
-def check_description(folder: Path, longest: int, sequence_parallel: int = 1, expert_parallel: int = 1) -> None:
+def check_description(folder: Path, longest: int, sequence_parallel: int = 1) -> None:
     """Check a model as `check_model_folder` does, as far as possible, for a folder that may contain only a config.json.
 
     Raises:
         UserError: a file is malformed; or the model is not supported, its maximum length is too short, or the ranks
-            cannot divide its heads or experts.
+            cannot divide its heads.
     """
     refuse_remote_code(folder)
     config = text_part(model_config(folder))
@@ -81,9 +80,6 @@ def check_description(folder: Path, longest: int, sequence_parallel: int = 1, ex
     _check_length(config, folder, longest)
     if reason := undivided(config, sequence_parallel):
         raise UserError(f"trainer.sequence_parallel: {reason}")
-    experts = next((config[name] for name in EXPERTS if type(config.get(name)) is int), 0)
-    if expert_parallel > 1 and (reason := undivided_experts(experts, expert_parallel)):
-        raise UserError(f"trainer.expert_parallel: {reason}")
     if (folder / TOKENIZER).is_file():
         check_vocabulary(folder, read_tokenizer(folder / TOKENIZER).get_vocab_size(), vocab_size)
 
@@ -210,13 +206,6 @@ def undivided_heads(heads: object, key_heads: object, ranks: int) -> str | None:
         f"{ranks} ranks cannot divide the model's {heads} heads and {key_heads} key heads among themselves; use a "
         "divisor of both, or a multiple of the key heads that divides the heads"
     )
-
-
-def undivided_experts(experts: int, ranks: int) -> str | None:
-    """The reason why `ranks` ranks cannot divide the experts of a layer; None if they can."""
-    if experts and experts % ranks == 0:
-        return None
-    return f"{ranks} ranks cannot divide the model's {experts or 'missing'} experts among themselves; use a divisor"
 
 
 def _check_length(config: Mapping[str, Any], folder: Path, longest: int) -> None:

@@ -24,7 +24,6 @@ from service.model_folder import undivided_heads
 from service.store_url import store_url_problem
 from service.user_code import is_module_and_name, malformed_name
 
-TEMPORAL_ESTIMATORS = ("gae", "reinforce++")
 LOSSES = (
     "ppo_clip", "dual_clip", "cispo", "gspo", "rollout_is", "importance_sampling", "cross_entropy"
 )  # fmt: skip
@@ -155,19 +154,8 @@ def _best(config: Config) -> Iterator[str]:
 
 
 def _agents(config: Config) -> Iterator[str]:
-    step_wise = config.algorithm.step_wise
-    if config.endpoint is not None and not step_wise:
-        yield (
-            "algorithm.step_wise: false makes one sequence of each trajectory, but the calls of an agent may branch: "
-            "such trajectories would all be refused; use true"
-        )
     if config.endpoint is not None and "main" not in config.endpoint.train:
         yield "agents.train: without main the agents' own conversations would not be trained; add it"
-    if config.roles and not step_wise:
-        yield (
-            "algorithm.step_wise: false makes one sequence of each trajectory, but every role has a conversation of "
-            "its own; use true"
-        )
 
 
 def _roles(config: Config) -> Iterator[str]:
@@ -328,34 +316,17 @@ def _bytes(config: Config, expert_bytes: int = 0) -> Iterator[str]:
         )
 
 
-def _merge(config: Config) -> Iterator[str]:
-    step_wise, merge = config.algorithm.step_wise, config.buffer.merge
-    if merge != "off" and not step_wise:
-        yield (
-            f"buffer.merge: {merge} needs algorithm.step_wise=true: without it a trajectory is one sequence already "
-            "and there are no steps to merge; use buffer.merge=off"
-        )
-    if not step_wise and config.generator.conversation == "rerender":
-        yield (
-            "generator.conversation: rerender lets the chat template rewrite earlier turns, so a trajectory is no "
-            "single sequence; use append or inline, or algorithm.step_wise=true"
-        )
-
-
 def _estimator(config: Config) -> Iterator[str]:
-    algorithm, others = config.algorithm, f"an outcome estimator ({', '.join(GROUP_ESTIMATORS)})"
+    algorithm = config.algorithm
     # Whether a module of the user registers a name is known only when the module is imported.
-    for name, known in (("estimator", (*GROUP_ESTIMATORS, *TEMPORAL_ESTIMATORS)), ("loss", LOSSES)):
+    for name, known in (("estimator", (*GROUP_ESTIMATORS, "gae")), ("loss", LOSSES)):
         if wrong := malformed_name(name, getattr(algorithm, name), known):
             yield f"algorithm.{name}: {wrong}"
-    if algorithm.step_wise and algorithm.estimator in TEMPORAL_ESTIMATORS:
+    if algorithm.estimator == "gae":
         yield (
-            f"algorithm.estimator: {algorithm.estimator} discounts along one token axis, but step-wise rows are "
-            "separate sequences: the chain would break at every row, and rewards would not reach earlier steps; use "
-            f"{others}"
+            "algorithm.estimator: gae needs a value model, which Baton does not train, and discounts along one token "
+            f"axis, but step-wise rows are separate sequences; use one of {', '.join(GROUP_ESTIMATORS)}"
         )
-    elif algorithm.estimator == "gae":
-        yield f"algorithm.estimator: gae needs a value model, which Baton does not train; use reinforce++ or {others}"
     if algorithm.estimator in GROUP_ESTIMATORS and algorithm.n_samples_per_prompt == 1:
         yield (
             f"algorithm.n_samples_per_prompt: 1 makes groups of one: {algorithm.estimator} compares the trajectories "
@@ -375,11 +346,6 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.credit: {credit} needs an advantage of each turn, but {algorithm.estimator} "
             f"{not_by_turn(algorithm.estimator)}, or credit=trajectory"
-        )
-    if algorithm.reduction == "sequence_mean" and algorithm.step_wise and config.buffer.merge != "off":
-        yield (
-            "algorithm.reduction: sequence_mean counts rows, and merging changes how many rows a trajectory has, so "
-            "the loss would depend on tokenisation; use trajectory_mean, or buffer.merge=off on purpose"
         )
     if truncate != "off" and algorithm.anchor == "rollout":
         yield (
@@ -444,14 +410,7 @@ def _packing(config: Config) -> Iterator[str]:
             "trainer.layout: padded rows lie on lines of their own, which trainer.sequence_parallel cannot cut; use "
             "packed, shared_prefix or auto"
         )
-    if trainer.ranks % trainer.expert_parallel:
-        yield (
-            f"trainer.expert_parallel: trainer.ranks ({trainer.ranks}) do not divide into groups of "
-            f"{trainer.expert_parallel} that divide the experts: some ranks would belong to none; use a divisor"
-        )
     make = config.model.make
-    if make and trainer.expert_parallel > 1:
-        yield "trainer.expert_parallel: the model of model.make has no experts that ranks could divide; use 1"
     if make and (reason := undivided_heads(make.num_heads, make.num_kv_heads, sharing)):
         yield f"trainer.sequence_parallel: {reason}"
 
@@ -495,6 +454,6 @@ def _shared_gpus(config: Config) -> Iterator[str]:
 
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _store, _model, _adapter, _data, _evaluation, _agents, _roles, _command, _generator, _scorers,
-    _staleness, _bytes, _merge, _estimator, _algorithm, _teacher, _packing, _weights, _shared_gpus,
+    _staleness, _bytes, _estimator, _algorithm, _teacher, _packing, _weights, _shared_gpus,
 )  # fmt: skip
 """The rules, one for each subject, in the order of the configuration tree."""

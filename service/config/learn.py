@@ -63,12 +63,9 @@ class TeacherConfig(Section):
 class AlgorithmConfig(Section):
     """How the loss is computed from rewards."""
 
-    step_wise: bool = True
-    """True: each turn is a step, and `buffer.merge` makes rows of the steps. False: a trajectory is one row, in which
-    observations carry no loss."""
     estimator: str = "grpo"
-    """Advantage estimator: grpo, grpo_no_std, rloo, maxrl, reinforce++_baseline; reinforce++ (only with
-    `step_wise: false`); or `your.module:name`."""
+    """Advantage estimator: grpo, grpo_no_std, rloo, maxrl, reinforce++_baseline; or
+    `your.module:name`."""
     n_samples_per_prompt: Count = 8
     """Number of trajectories in a group."""
     returns: Literal["last", "sum"] = "last"
@@ -84,7 +81,7 @@ class AlgorithmConfig(Section):
     """Filter groups if more than this fraction of their trajectories ended at a length limit (stop reason `length` or
     `truncated`); None: off."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount factor: per sampled token with `reinforce++`, per turn with credit by turn."""
+    """Discount factor per turn, with credit by turn."""
     loss: str = "ppo_clip"
     """Policy loss: ppo_clip, dual_clip, cispo, gspo, rollout_is, importance_sampling, cross_entropy, or
     `your.module:name`."""
@@ -94,9 +91,7 @@ class AlgorithmConfig(Section):
     """The ratio is clipped where it is above 1 + `clip_high`."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """For the loss `dual_clip`: upper bound of the ratio of a token with a negative advantage."""
-    reduction: Literal["token_mean", "trajectory_mean", "prompt_mean", "seq_mean_token_sum_norm", "sequence_mean"] = (
-        "token_mean"
-    )
+    reduction: Literal["token_mean", "trajectory_mean", "prompt_mean", "seq_mean_token_sum_norm"] = "token_mean"
     norm_tokens: Positive | None = None
     """For `reduction: seq_mean_token_sum_norm`: the divisor, in tokens; None: max_input_length +
     max_generate_length."""
@@ -128,9 +123,6 @@ class TrainerConfig(Section):
     sequence_parallel: Count = 1
     """Number of ranks that share each micro-batch; each has an equal part of its tokens, so a row may be this many
     times longer than one rank's token budget. Must divide `ranks` and the model's heads; see docs/learning.md."""
-    expert_parallel: Count = 1
-    """Number of ranks of a node that divide the experts of each layer, and send tokens to each other; 1: every rank
-    gathers all experts. Must divide the ranks of each node and the model's experts; see docs/learning.md."""
     layout: Literal["auto", "packed", "padded", "shared_prefix"] = "auto"
     """`packed`: rows one after another; `padded`: rows padded on the left; `shared_prefix`: packed, but a prefix that
     several rows share is computed once and counts once in the token budget; `auto`: `shared_prefix` for mini-batches in

@@ -102,7 +102,7 @@ def _problems(config: Config) -> Iterator[_Problem]:
         if setting == "model.path" and not wrong:
             try:
                 longest, trainer = config.generator.longest_row, config.trainer
-                check_model_folder(path, longest, trainer.sequence_parallel, trainer.expert_parallel)
+                check_model_folder(path, longest, trainer.sequence_parallel)
             except UserError as error:
                 yield _Problem(str(error))
     for setting, command in {"env.command": config.env.command, "env.score": config.env.score}.items():

@@ -248,12 +248,6 @@ class Config(Section):
     metrics: MetricsConfig = MetricsConfig()
 
     @property
-    def merge_mode(self) -> MergeMode:
-        """The way in which steps share rows: the value of `buffer.merge`; but with `algorithm.step_wise: false` always
-        `linear`, and then all steps of a trajectory have to share one row."""
-        return self.buffer.merge if self.algorithm.step_wise else "linear"
-
-    @property
     def without_adapter(self) -> Config:
         """A copy of the configuration, in which all weights are trained instead of an adapter."""
         return self.model_copy(update={"model": self.model.model_copy(update={"lora": None, "adapter": None})})

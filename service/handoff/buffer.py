@@ -83,7 +83,6 @@ class Buffer:
         self._duplicates = 0
         self._late = 0
         self._examines = settings.filters.any
-        self._one_row = None if settings.step_wise else settings.batches.mode
         groups = self.ledger.state.groups.items()
         unused = [group_id for group_id, group in groups if not group.lease_count and not group.rolled_back]
         examine(self._record, self._settings.filters, unused)
@@ -136,7 +135,7 @@ class Buffer:
             self._restart_failed(message)
             return Receipt(duplicate=True)
         shared = with_shared_prefixes(self._record.store, message)
-        new = new_content(self.ledger, self._record.store, shared, self._max_trajectory_bytes, self._one_row)
+        new = new_content(self.ledger, self._record.store, shared, self._max_trajectory_bytes)
         if isinstance(new, Refusal):
             return new
         self._late += bool(new.late)

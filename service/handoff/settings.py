@@ -36,8 +36,6 @@ class BufferSettings:
     mini_batch_size: int = 16
     """Number of groups in a mini-batch."""
     order: Literal["finished_first", "strict"] = "finished_first"
-    step_wise: bool = True
-    """Whether a trajectory may become several rows; if False, all its steps have to become one row."""
     max_generators: int = 1
     """Maximum number of generators that play trajectories at the same time."""
     lookahead: int = 2

@@ -27,7 +27,7 @@ from torch import Tensor
 from service.errors import UserError
 from service.files import atomic_file, sync, write_atomic
 from service.learn.model.adapter_folder import Base, refuse_other_shapes
-from service.learn.model.sharding import Division, begin_host_copy, finish_host_copies
+from service.learn.model.sharding import begin_host_copy, finish_host_copies, shard_bounds
 from service.learn.optimizer import MOMENTS
 
 METADATA_FILE = "learner.json"
@@ -51,8 +51,6 @@ class CheckpointMetadata(BaseModel):
     adapter."""
     world_size: int = Field(ge=1)
     """Number of ranks that wrote the checkpoint, which are the ranks of one copy of the policy."""
-    expert_parallel: int | None = Field(default=None, ge=1)
-    """Number of ranks among which the experts were divided; None means 1."""
 
     def text(self) -> str:
         """The metadata as JSON text; fields that are None are left out."""
@@ -63,9 +61,9 @@ class CheckpointMetadata(BaseModel):
         """The file name of each rank's part, in the order of the ranks."""
         return [_file_name(rank, self.world_size) for rank in range(self.world_size)]
 
-    def division(self, writer: int) -> Division:
-        """The division of each weight's rows for the rank `writer`: which rows this rank wrote."""
-        return Division(writer, self.world_size, self.expert_parallel or 1)
+    def rows(self, weight: str, writer: int) -> tuple[int, int]:
+        """Start and end of the rows of a weight that the rank `writer` wrote."""
+        return shard_bounds(self.shapes[weight][0], writer, self.world_size)
 
 
 @contextmanager
@@ -178,24 +176,23 @@ def check_parts(
 
 def _shapes_of_part(metadata: CheckpointMetadata, writer: int) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
-    for name, (length, *rest) in metadata.shapes.items():
-        first, last = metadata.division(writer).rows(name, length)
+    for name, (_, *rest) in metadata.shapes.items():
+        first, last = metadata.rows(name, writer)
         found |= {f"{kind}/{name}": (last - first, *rest) for kind in ("weights", *MOMENTS, *metadata.frozen)}
     return found
 
 
 @torch.no_grad()
-def read_parts(folder: Path, wanted: Mapping[str, Tensor], metadata: CheckpointMetadata, division: Division) -> None:
-    """Fill each tensor of `wanted` with this rank's rows, read from the parts that contain them. Names are
-    `kind/weight`."""
+def read_parts(folder: Path, wanted: Mapping[str, Tensor], metadata: CheckpointMetadata, rank: int, of: int) -> None:
+    """Fill each tensor of `wanted` with the rows of rank `rank` among `of` ranks, read from the parts that contain
+    them. Names are `kind/weight`."""
     with ExitStack() as stack:
         files = [_opened(folder / name, stack) for name in metadata.parts]
         for name, tensor in wanted.items():
             weight = name.partition("/")[2]
-            length = metadata.shapes[weight][0]
-            start, stop = division.rows(weight, length)
+            start, stop = shard_bounds(metadata.shapes[weight][0], rank, of)
             for writer, file in enumerate(files):
-                first, last = metadata.division(writer).rows(weight, length)
+                first, last = metadata.rows(weight, writer)
                 begin, end = max(start, first), min(stop, last)
                 if begin < end:
                     tensor[begin - start : end - start].copy_(file.get_slice(name)[begin - first : end - first])

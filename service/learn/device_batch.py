@@ -135,12 +135,6 @@ class DeviceBatch(NamedTuple):
         """For each loss token, its trajectory as an index into the mini-batch's arrays with the axis `G`."""
         return self.row_to_tokens(self.trajectory_of_row_R)
 
-    @property
-    def loss_tokens_R(self) -> Tensor:
-        """Number of loss tokens of each row; tokens whose states are on other ranks count too."""
-        carries_N = self.loss_mask_N.to(self.temperature_R.dtype)
-        return torch.zeros_like(self.temperature_R).index_add(0, self.row_of_token_N, carries_N)
-
 
 def unsampled_micro_batch(rows: Sequence[SupervisedRow]) -> MicroBatch:
     """A micro-batch of supervised rows, such as demonstrations; its tokens have no trajectory and no sampled

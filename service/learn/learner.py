@@ -153,7 +153,6 @@ class Learner:
                 "base": self.policy.base,
                 "alpha": self.policy.alpha,
                 "world_size": self.policy.n_shards,
-                "expert_parallel": self._trainer.expert_parallel if self._trainer.expert_parallel > 1 else None,
             }
         )
         if self.policy.copy > 0:
@@ -176,7 +175,7 @@ class Learner:
         check_parts(folder, metadata, self._shapes(), self.policy.base, self.policy.alpha)
         for kind, taken_at in metadata.frozen.items():
             self._frozen.take(kind, taken_at)
-        read_parts(folder, self._state(), metadata, self.policy.division)
+        read_parts(folder, self._state(), metadata, self.policy.shard, self.policy.n_shards)
         self.steps = metadata.steps
         self._optimizer.set_steps(self.steps)
         self.policy.master_weights.write_back()

@@ -100,27 +100,21 @@ class Exchange(NamedTuple):
         return received.transpose(0, 1).flatten(1, 2)
 
 
-def all_to_all(
-    x: Tensor, group: dist.ProcessGroup, received: list[int] | None = None, sent: list[int] | None = None
-) -> Tensor:
-    """Exchange rows of a tensor among the ranks of a group: [rows for each rank, ...] -> [rows from each rank, ...].
-
-    `received`, `sent`: the number of rows from each rank and for each rank; None: one row each.
-    """
-    exchanged: Tensor = _AllToAll.apply(x, group, received, sent)  # type: ignore[no-untyped-call]
+def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchange rows of a tensor among the ranks of a group: [one row for each rank, ...] -> [one row from each rank,
+    ...]."""
+    exchanged: Tensor = _AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
     return exchanged
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, received: list[int] | None, sent: list[int] | None
-    ) -> Tensor:
-        ctx.back = group, sent, received
-        exchanged = x.new_empty((len(x) if received is None else sum(received), *x.shape[1:]))
-        dist.all_to_all_single(exchanged, x.contiguous(), received, sent, group=group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        exchanged = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(exchanged, x.contiguous(), group=group)
         return exchanged
 
     @staticmethod
-    def backward(ctx: Any, of_received: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(of_received, *ctx.back), None, None, None
+    def backward(ctx: Any, of_received: Tensor) -> tuple[Tensor, None]:
+        return all_to_all(of_received, ctx.group), None

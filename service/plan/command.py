@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         measured = lengths_of_run(arguments.lengths) if arguments.lengths else {}
         with planned_model(config.model, config.env, config.run.seed, arguments.lengths) as folder:
             trainer = config.trainer
-            check_description(folder, config.generator.longest_row, trainer.sequence_parallel, trainer.expert_parallel)
+            check_description(folder, config.generator.longest_row, trainer.sequence_parallel)
             check_bytes(config, routing_of_model(read_config(folder), config.generator.record_experts).token_bytes)
             if not (folder / TOKENIZER).is_file():
                 say(f"note: {folder} has no {TOKENIZER}: a run, and its check, need a whole Hugging Face folder")

@@ -3,7 +3,6 @@ bottleneck."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -71,8 +70,7 @@ def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
     if settings.fit.shares_gpus:
         yield from ((engines, gpus) for engines in _spread(range(1, max(1, gpus // each) + 1)))
         return
-    together = math.lcm(trainer.sequence_parallel, trainer.expert_parallel)
-    groups = "trainer.sequence_parallel" + (" and expert_parallel" if trainer.expert_parallel > 1 else "")
+    together, groups = trainer.sequence_parallel, "trainer.sequence_parallel"
     node = GPUS_OF_A_NODE if trainer.shard_within == "node" else 1
 
     def is_possible(ranks: int) -> bool:

@@ -42,7 +42,7 @@ class PlanSettings:
             weights=config.weights,
             data=config.data,
             lookahead=config.buffer.lookahead,
-            merges=config.merge_mode != "off",
+            merges=config.buffer.merge != "off",
             env_turns=config.env.max_turns,
             most_turns=max(turns.items(), key=lambda limit: limit[1]),
         )

@@ -15,7 +15,6 @@ from service.files import atomic_folder
 from service.learn.checkpoint import read_metadata, read_parts
 from service.learn.model.adapter_folder import Base, merge, write_adapter
 from service.learn.model.hf_checkpoint import stored_names, write_folder
-from service.learn.model.sharding import Division
 from service.run.checkpoints import MANIFEST, TRAINER, Manifest
 from service.run.eval_target import EvalTarget
 
@@ -62,7 +61,7 @@ def _weights(target: EvalTarget, manifest: Manifest, dtype: torch.dtype) -> dict
         metadata = read_metadata(path / TRAINER)
         tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in metadata.shapes.items()}
         wanted = {f"weights/{name}": tensor for name, tensor in tensors.items()}
-        read_parts(path / TRAINER, wanted, metadata, Division(0, 1))
+        read_parts(path / TRAINER, wanted, metadata, rank=0, of=1)
     except UserError as error:
         if (path / MANIFEST).exists():
             raise

@@ -112,7 +112,7 @@ class RecordSettings:
     def of(cls, config: Config) -> RecordSettings:
         """Take from a run's configuration the settings of trajectory records."""
         kept = config.run.trajectories_per_step
-        return cls(kept, tuple(config.roles), config.trained_roles, config.merge_mode)
+        return cls(kept, tuple(config.roles), config.trained_roles, config.buffer.merge)
 
 
 def trajectory_records(

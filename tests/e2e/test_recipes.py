@@ -27,13 +27,11 @@ GREEDY = ["data.eval_temperature=0", "data.eval_make_rows=64", "trainer.lr=0.003
 ADAPTER = [*GREEDY, "model.lora.rank=4", "trainer.lr=0.05"]
 SPARSE = ["weights.sync_every=2"]
 SHARED_ROWS = ["trainer.sequence_parallel=2"]
-SINGLE_TURN = ["algorithm.step_wise=false", "buffer.merge=off"]
 
 
 @pytest.mark.parametrize(
     ("recipe", "settings", "told"),
     [
-        ("gsm8k_tiny", SINGLE_TURN, None),
         ("gsm8k_tiny", GREEDY, None),
         ("gsm8k_tiny", ADAPTER, None),
         ("search_r1_tiny", [], "<information> 1 :"),

@@ -27,7 +27,6 @@ SLOW = [
     "learn/test_checkpoint",
     "learn/test_compile",
     "learn/test_estimate",
-    "learn/test_expert_parallel",
     "learn/test_families",
     "learn/test_fit",
     "learn/test_full_state_dict",

@@ -10,7 +10,6 @@ and the sample standard deviation of its group's returns, n the size of its grou
 | `rloo`               | (r - m) n / (n - 1)                | 0             | 0            |
 | `maxrl`              | (r - m) / (m + 1e-6); 0 where that is 0 / 0 or x / 0 | 0 | r       |
 | `reinforce++_baseline` | x = r - m, then (x - mean) / (std + 1e-8) over the mini-batch | 0 if in all groups | x = r |
-| `reinforce++`        | r; discounted and whitened per token by the learner | r | r |
 
 MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every advantage has the
 opposite sign, and with m = 0 (rewards 1 and -1) advantages are a million times the rewards, as in the publication.
@@ -342,13 +341,6 @@ def reinforce_plus_plus_baseline(return_G: Float64s, group_G: Int64s) -> Float64
     return np.asarray((distance_G - distance_G.mean()) / (distance_G.std(ddof=1) + WHITEN_EPSILON))
 
 
-@estimator("reinforce++")
-def reinforce_plus_plus(return_G: Float64s, group_G: Int64s) -> Float64s:
-    """The unchanged return: the learner discounts it along the tokens and whitens it (`learn.losses.advantage`; arXiv
-    2501.03262)."""
-    return return_G
-
-
 def _baseline(return_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:
     """The size and the mean return of each trajectory's group; the mean is 0 for a group of one.
 
@@ -441,5 +433,4 @@ def not_by_turn(estimator: str) -> str:
         "maxrl": "divides by the mean return, which at later turns may be 0 or belong to few trajectories",
         "reinforce++_baseline": "whitens over the mini-batch, so that an advantage depends on how many turns all other "
         "trajectories have",
-        "reinforce++": "discounts along the tokens already",
     }.get(estimator, "is defined on whole returns only") + f"; use {', '.join(TURN_ESTIMATORS)}"

@@ -21,7 +21,6 @@ from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Held, Store, end_bytes
 from service.handoff.ledger.state import Group, Trajectory
-from service.handoff.prefixes.merge import Mode, merge
 from service.handoff.prefixes.prefix_index import PrefixError, PrefixIndex, check_references
 from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
 from service.handoff.prefixes.step_equality import same_step
@@ -83,7 +82,6 @@ class _Received(NamedTuple):
     message: StepGroup
     columns: _Columns
     held: Held
-    one_row: Mode | None
 
 
 def with_shared_prefixes(store: Store, message: StepGroup) -> StepGroup:
@@ -102,12 +100,10 @@ def new_content(
     store: Store,
     message: StepGroup,
     max_trajectory_bytes: int | None = None,
-    one_row: Mode | None = None,
 ) -> NewContent | Refusal:
     """The new content of a message, or the refusal of the whole message.
 
-    `max_trajectory_bytes`: the bytes reserved for each trajectory; None on a replay, which reserves nothing. `one_row`:
-    the merge mode by which each trajectory has to become one row; None: several rows are allowed.
+    `max_trajectory_bytes`: the bytes reserved for each trajectory; None on a replay, which reserves nothing.
     """
     experts_N = message.steps.routed_experts_N
     if experts_N is not None and len(message.steps) and ledger.state.routing not in (None, experts_N.shape[1:]):
@@ -127,7 +123,7 @@ def new_content(
             continue
         current.append((items, group))
         trajectory, held = group.trajectories[of.sample], store.of(of.group_id)
-        received = _Received(of, items, ends, trajectory, message, columns, held, one_row)
+        received = _Received(of, items, ends, trajectory, message, columns, held)
         addition = _addition(received)
         if isinstance(addition, Refusal):
             return addition
@@ -297,7 +293,7 @@ def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
     bad, sampled = known.bad_tokens + addition.bad_tokens, known.tokens + addition.tokens
     if bad > max(1, MAX_FRACTION_NOT_FINITE * sampled):
         return Refusal(RefusalReason.LOGPROB, f"{received.id}/logprobs", bad)
-    if addition.chain is not None and received.one_row is None:
+    if addition.chain is not None:
         return None
     tables = received.held.steps_of(received.id.sample)
     if addition.items:
@@ -309,8 +305,6 @@ def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
         check_references(select(steps, np.argsort(steps.index_K)))
     except PrefixError as error:
         return Refusal(RefusalReason.PREFIX, str(error))
-    if received.one_row is not None and (n_rows := len(merge(steps, received.one_row).rows)) > 1:
-        return Refusal(RefusalReason.PREFIX, f"{received.id}: several rows, and algorithm.step_wise is false", n_rows)
     return None
 
 

@@ -28,7 +28,6 @@ from service.learn.losses.policy_losses import LossInputs, LossTerms, check_term
 from service.learn.losses.reduction import trajectory_weights
 from service.learn.losses.step_metrics import RatioMetrics, Sums
 from service.learn.losses.teacher import add_teacher_metrics, teacher_advantage, teacher_loss
-from service.learn.losses.token_advantages import Whitening, token_advantages, turn_advantages, whitening
 from service.learn.model.logprob import TokenLogprobs
 from service.learn.settings import LearnSettings
 from service.types import MiniBatch
@@ -50,13 +49,10 @@ class FixedLogprobs(NamedTuple):
 class TrajectoryInputs(NamedTuple):
     """Inputs of the loss with one value per trajectory (or turn) of the mini-batch, on the device."""
 
-    value_G: Tensor
-    """The advantage of each trajectory; or its return, if advantages are computed by whitening the returns
-    (REINFORCE++)."""
+    advantage_G: Tensor
     weight_G: Tensor
     """Weight in the loss of each loss token of the trajectory, from the reduction."""
-    whitening: Whitening | None
-    turn_value_X: Tensor | None
+    turn_advantage_X: Tensor | None
     """The advantage of each turn; None without credit by turn."""
     loss_ratios: TrajectoryRatios | None
     """For each trajectory, the ratios of the policy term over this rank's micro-batches. None if neither the policy
@@ -96,15 +92,11 @@ class Objective:
         self, batch: MiniBatch, micros: Sequence[DeviceBatch], fixed: Sequence[FixedLogprobs]
     ) -> TrajectoryInputs:
         """Compute the inputs of the loss that have one value per trajectory, from all micro-batches of this rank."""
-        algorithm = self._algorithm
-        temporal = algorithm.estimator == "reinforce++"
-        value_G = batch.return_G if temporal else batch.advantage_G
-        weight_G = trajectory_weights(batch, algorithm.reduction, self._norm_tokens)
-        both = to_device(np.stack([value_G, weight_G]).astype(np.float64), self._device).to(self._dtype)
-        whiten = whitening(batch, algorithm.gamma) if temporal else None
+        weight_G = trajectory_weights(batch, self._algorithm.reduction, self._norm_tokens)
+        both = to_device(np.stack([batch.advantage_G, weight_G]).astype(np.float64), self._device).to(self._dtype)
         turns_X = batch.turn_advantage_X
-        turn_value_X = None if turns_X is None else to_device(turns_X, self._device).to(self._dtype)
-        inputs = TrajectoryInputs(both[0], both[1], whiten, turn_value_X, loss_ratios=None, correction_ratios=None)
+        of_turns_X = None if turns_X is None else to_device(turns_X, self._device).to(self._dtype)
+        inputs = TrajectoryInputs(both[0], both[1], of_turns_X, loss_ratios=None, correction_ratios=None)
         if not self.needs_current:
             return inputs
         loss_ratios, correction_ratios = [], []
@@ -116,8 +108,8 @@ class Objective:
             correction_ratios.append(anchor.correction_numerator_M - micro.rollout_logprob_M)
         trajectories = [micro.trajectory_M for micro in micros]
         return inputs._replace(
-            loss_ratios=trajectory_ratios(loss_ratios, trajectories, len(value_G), self._group),
-            correction_ratios=trajectory_ratios(correction_ratios, trajectories, len(value_G), self._group),
+            loss_ratios=trajectory_ratios(loss_ratios, trajectories, len(weight_G), self._group),
+            correction_ratios=trajectory_ratios(correction_ratios, trajectories, len(weight_G), self._group),
         )
 
     def _anchor(self, micro: DeviceBatch, fixed: FixedLogprobs, current_M: Tensor) -> _Anchor:
@@ -151,8 +143,6 @@ class Objective:
             term_M = term_M + teacher_loss(self._teacher, algorithm.kl_estimator, output.logprob_M, micro)
             add_teacher_metrics(sums, micro)
         weight_M = micro.trajectory_to_tokens(inputs.weight_G)
-        if algorithm.reduction == "sequence_mean":
-            weight_M = weight_M / micro.row_to_tokens(micro.loss_tokens_R)
         loss = (weight_M * term_M).sum()
         sums.add("loss", loss)
         sums.add("loss_size", (weight_M * term_M.detach().abs()).sum())
@@ -168,12 +158,21 @@ class Objective:
         trajectory_log_ratio_M = None
         if self._loss.over_trajectory and inputs.loss_ratios is not None:
             trajectory_log_ratio_M = inputs.loss_ratios.mean_G.index_select(0, micro.trajectory_M)
-        if inputs.turn_value_X is None:
-            advantage_M = token_advantages(inputs.value_G, inputs.whitening, micro)
+        if inputs.turn_advantage_X is None:
+            advantage_M = micro.trajectory_to_tokens(inputs.advantage_G)
         else:
-            advantage_M = turn_advantages(inputs.turn_value_X, micro)
+            advantage_M = _turn_to_tokens(inputs.turn_advantage_X, micro)
         if self._teacher is not None:
             advantage_M = advantage_M + teacher_advantage(self._teacher, micro)
         loss_inputs = LossInputs(logprob_M, anchor.loss_denominator_M, advantage_M, trajectory_log_ratio_M)
         terms = self._loss.function(loss_inputs, self._algorithm)
         return check_terms(self._algorithm.loss, terms, loss_inputs)
+
+
+def _turn_to_tokens(value_X: Tensor, micro: DeviceBatch) -> Tensor:
+    """[X] -> [M]: each loss token gets the value of its turn."""
+    if micro.turn_M is not None:
+        return value_X.index_select(0, micro.turn_M)
+    if len(micro.loss_token_M):
+        raise ValueError("the mini-batch has an advantage per turn, but a micro-batch has loss tokens of no turn")
+    return value_X.new_zeros(0)

@@ -9,9 +9,8 @@ on all ranks, so the loss does not depend on how a trajectory was cut into rows,
 | trajectory_mean | 1 / (trajectories * loss tokens of g) |
 | prompt_mean | 1 / (prompts * loss tokens of g's prompt) |
 | seq_mean_token_sum_norm | 1 / (trajectories * constant) |
-| sequence_mean | 1 / (rows * loss tokens of the row): the only reduction that depends on the cut into rows |
 
-A trajectory (or prompt, or row) without loss tokens counts in these denominators, and contributes 0 to the mean.
+A trajectory (or prompt) without loss tokens counts in these denominators, and contributes 0 to the mean.
 
 Sources: token_mean: Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.3; trajectory_mean (a mean over outputs, each
 divided by its length): Shao et al. 2024 (GRPO), arXiv:2402.03300; a constant norm: Liu et al. 2025 (Dr. GRPO),
@@ -26,8 +25,7 @@ from service.types import Float64s, MiniBatch
 
 
 def trajectory_weights(batch: MiniBatch, reduction: str, norm_tokens: int) -> Float64s:
-    """[G] for each trajectory, the weight of each of its loss tokens. With `sequence_mean`, the caller has to divide
-    the weight by the number of loss tokens of the token's row."""
+    """[G] for each trajectory, the weight of each of its loss tokens."""
     tokens_G = batch.loss_tokens_G.astype(np.float64)
     n_trajectories = len(tokens_G)
     match reduction:
@@ -41,8 +39,6 @@ def trajectory_weights(batch: MiniBatch, reduction: str, norm_tokens: int) -> Fl
             return _inverse(prompts * tokens_P.astype(np.float64)[batch.prompt_of_trajectory_G])
         case "seq_mean_token_sum_norm":
             return np.full(n_trajectories, 1.0 / (n_trajectories * norm_tokens))
-        case "sequence_mean":
-            return np.full(n_trajectories, 1.0 / max(1, int(batch.rows_G.sum())))
         case _:
             raise ValueError(f"unknown reduction {reduction!r}")
 

@@ -14,8 +14,6 @@ from service.learn.compile import compiles_layers, on_gpu
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.model.adapter_folder import Base, peft_names, read_adapter, write_adapter
 from service.learn.model.attention import use_fastest_attention
-from service.learn.model.expert_parallel import check_groups, divided_experts
-from service.learn.model.experts import use_fastest_experts
 from service.learn.model.hf_checkpoint import load_weights, stored_names, write_folder
 from service.learn.model.hf_config import read_config, unread_weights
 from service.learn.model.logprob import accumulation_dtype
@@ -24,7 +22,6 @@ from service.learn.model.master_weights import MasterWeights, randomize
 from service.learn.model.names import Names
 from service.learn.model.policy_model import Checkpointing, allocate, empty_model, stored_buffers
 from service.learn.model.sharding import (
-    Division,
     Rows,
     full_state_dict,
     keep_gathered,
@@ -72,8 +69,6 @@ class Policy:
         self.copy = next(number for number, ranks in enumerate(copies) if rank in ranks)
         self.shard = copies[self.copy].index(rank)
         """Index of this rank's shard in its copy."""
-        check_groups(self.n_shards, trainer.expert_parallel, nodes)
-        self.division = Division(self.shard, self.n_shards, trainer.expert_parallel)
         self._hf_config = hf_config = read_config(folder)
         with unset_fake_temporarily():  # a mesh of ranks cannot be made of fake tensors
             self.slice = Slice.of_rank(rank, world_size, trainer.sequence_parallel, hf_config, device)
@@ -99,13 +94,9 @@ class Policy:
             self.model = empty_model(hf_config, dtype if self.lora is None else self.dtype, trainer, self.checkpointing)
             if self.lora is not None:
                 add_adapter(self.model, self.model.layers, self.lora, dtype)
-            if device.type == "cuda":
-                use_fastest_experts(self.model.layers, device, self.dtype)
             if self.sharded:
-                experts = divided_experts(self.model.layers, copies, trainer.expert_parallel, device.type)
-                again = self.checkpointing.regather
-                units = {**dict.fromkeys(experts, again), **self.model.units(again)}
-                shard(self.model, units, device, copies, self.dtype, trainer.cpu_offload, experts)
+                units = self.model.units(self.checkpointing.regather)
+                shard(self.model, units, device, copies, self.dtype, trainer.cpu_offload)
         allocate(self.model, hf_config, device, trainer.cpu_offload and self.sharded)
         self.master_weights = MasterWeights(self.model, self.dtype, self.sharded, trainer.cpu_offload)
         self._fill(settings, random_weights)

@@ -31,7 +31,6 @@ costs more than its bytes.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -47,8 +46,6 @@ from torch.distributed.tensor import DTensor, Shard
 from service.errors import UserError
 from service.learn.model.logprob import accumulation_dtype
 
-EXPERTS = ".experts."
-"""Part of a weight's name that shows that the weight holds all experts of a layer, one expert per row."""
 SMALL_LAYER = 1 << 20
 """Number of parameters below which a layer is not gathered by itself, but with the rest of the model."""
 MESSAGE_BYTES = 32 << 20
@@ -80,16 +77,12 @@ def shard(
     copies: Sequence[Sequence[int]],
     compute: torch.dtype,
     cpu_offload: bool = False,
-    experts: Mapping[nn.Module, DeviceMesh] | None = None,
 ) -> None:
     """Shard the model, and each module of `units` separately. The value of a unit is True if its gathered weights are
     freed after the forward pass.
 
-    `copies`: for each copy of the model, the ranks that share it. `experts`: the units whose experts are already
-    divided among ranks, each with the ranks that share its part; such a unit must come before the layer that contains
-    it.
+    `copies`: for each copy of the model, the ranks that share it.
     """
-    divided = experts or {}
     if len(copies) == 1:
         mesh = init_device_mesh(device.type, (len(copies[0]),))
     else:
@@ -97,10 +90,10 @@ def shard(
     reduce = accumulation_dtype(compute)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-    large = [unit for unit in units if unit in divided or sum(map(torch.numel, unit.parameters())) >= SMALL_LAYER]
+    large = [unit for unit in units if sum(map(torch.numel, unit.parameters())) >= SMALL_LAYER]
     for module in (*large, model):
-        again, of_module = units.get(module), divided.get(module, mesh)
-        fully_shard(module, mesh=of_module, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
+        again = units.get(module)
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
     for unit in _sharded(model):  # submodules do not inherit settings
         unit.set_gradient_divide_factor(1.0)
         # otherwise FSDP2 asks for a sum with a factor, which gloo cannot compute and NCCL computes more slowly
@@ -139,43 +132,22 @@ def shard_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
     return start, min(start + size, length)
 
 
-class Division(NamedTuple):
-    """The number of a rank, and how the rows of each weight are divided among ranks."""
-
-    number: int
-    of: int
-    """Number of ranks among which the rows are divided."""
-    experts: int = 1
-    """Number of ranks in each group that divides the experts (`trainer.expert_parallel`)."""
-
-    def rows(self, name: str, length: int) -> tuple[int, int]:
-        """Start and end of the rank's rows of the weight `name`, which has `length` rows."""
-        if self.experts == 1 or EXPERTS not in name:
-            return shard_bounds(length, self.number, self.of)
-        first, last = shard_bounds(length, self.number % self.experts, self.experts)
-        start, stop = shard_bounds(last - first, self.number // self.experts, self.of // self.experts)
-        return first + start, first + stop
-
-
 def shard_rows(parameter: Tensor) -> slice:
     """The rows of a parameter that this rank holds: the rows of its shard, or all rows if the parameter is not
     sharded."""
     if not isinstance(parameter, DTensor):
         return slice(None)
-    mesh, start, stop = parameter.device_mesh, 0, len(parameter)
-    for axis in _row_axes(parameter):
-        first, last = shard_bounds(stop - start, mesh.get_local_rank(axis), mesh.size(axis))
-        start, stop = start + first, start + last
-    return slice(start, stop)
+    axis = _row_axis(parameter)
+    mesh = parameter.device_mesh
+    return slice(*shard_bounds(len(parameter), mesh.get_local_rank(axis), mesh.size(axis)))
 
 
-def _row_axes(parameter: DTensor) -> list[int]:
-    """The mesh axes that divide the rows: the ranks; or first the experts, then the ranks that share the same
-    experts."""
-    axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if not axes or axes[0] + len(axes) != parameter.device_mesh.ndim or parameter.placements[-1] != Shard(0):
+def _row_axis(parameter: DTensor) -> int:
+    """The axis of the mesh that divides the rows, which is the last one."""
+    *copies, rows = parameter.placements
+    if rows != Shard(0) or not all(placement.is_replicate() for placement in copies):
         raise ValueError(f"unexpected placements {parameter.placements}")
-    return axes[::-1]
+    return len(copies)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -212,7 +184,7 @@ def _held(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return rows
     coordinate = parameter.device_mesh.get_coordinate() or ()
-    return rows[:0] if any(coordinate[: min(_row_axes(parameter))]) else rows
+    return rows[:0] if any(coordinate[: _row_axis(parameter)]) else rows
 
 
 @torch.no_grad()
@@ -260,24 +232,18 @@ def _gathered(
     point is padding.
     """
     first = next(iter(parameters.values()))
-    mesh, axes = first.device_mesh, _row_axes(first)
-    rows = {name: [len(parameter)] for name, parameter in parameters.items()}
-    for of_axes, axis in itertools.product(rows.values(), axes):
-        of_axes.append(-(-of_axes[-1] // mesh.size(axis)))
-    sizes = [rows[name][-1] * math.prod(parameter.shape[1:]) for name, parameter in parameters.items()]
-    gathered = torch.zeros(sum(sizes), dtype=dtype, device=device)
-    for place, parameter in zip(torch.split(gathered, sizes), parameters.values(), strict=True):
-        own = local_shard(parameter.detach())
-        place[: own.numel()] = own.reshape(-1)
-    for axis in reversed(axes):
-        own, gathered = gathered, torch.empty(mesh.size(axis) * gathered.numel(), dtype=dtype, device=device)
-        dist.all_gather_single(gathered, own.reshape(-1), group=mesh.get_group(axis))
-    of_ranks = gathered.view(*map(mesh.size, axes), -1)
-    for of_parameter, (name, parameter) in zip(torch.split(of_ranks, sizes, dim=-1), parameters.items(), strict=True):
-        whole = of_parameter.reshape(*of_parameter.shape[:-1], rows[name][-1], *parameter.shape[1:])
-        for level in reversed(range(len(axes))):
-            whole = whole.flatten(level, level + 1).narrow(level, 0, rows[name][level])
-        yield name, whole
+    mesh, axis = first.device_mesh, _row_axis(first)
+    rows = {name: -(-len(parameter) // mesh.size(axis)) for name, parameter in parameters.items()}
+    sizes = [rows[name] * math.prod(parameter.shape[1:]) for name, parameter in parameters.items()]
+    own = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    for place, parameter in zip(torch.split(own, sizes), parameters.values(), strict=True):
+        shard = local_shard(parameter.detach())
+        place[: shard.numel()] = shard.reshape(-1)
+    gathered = torch.empty(mesh.size(axis) * own.numel(), dtype=dtype, device=device)
+    dist.all_gather_single(gathered, own, group=mesh.get_group(axis))
+    of_ranks = torch.split(gathered.view(mesh.size(axis), -1), sizes, dim=-1)
+    for of_parameter, (name, parameter) in zip(of_ranks, parameters.items(), strict=True):
+        yield name, of_parameter.reshape(-1, *parameter.shape[1:])[: len(parameter)]
 
 
 def begin_host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -556,17 +556,6 @@ async def test_a_command_is_played_by_the_runner_and_may_post_its_own_reward(mod
     assert (end.reward, end.stop_reason) == (3.0, "stop") and step.loss_mask.all()
 
 
-@pytest.mark.parametrize(
-    ("changed", "path"),
-    [
-        ({"env": {"name": AGENT, "command": ["x"]}, "algorithm": {"step_wise": False}}, "algorithm.step_wise"),
-        ({"agents": {}, "algorithm": {"step_wise": False}}, "algorithm.step_wise"),
-    ],
-)
-async def test_settings_with_which_no_agent_could_be_trained_are_refused(changed: dict[str, Any], path: str) -> None:
-    assert path in {problem.partition(":")[0] for problem in problems(Config.model_validate(changed))}
-
-
 async def test_an_agent_without_an_endpoint_is_refused_before_the_run(model: Path) -> None:
     config = settings(DOES, what="hangs").model_copy(update={"agents": None})
     with pytest.raises(UserError, match="calls the policy over HTTP; add agents"):

@@ -122,16 +122,3 @@ def test_mutated_messages_never_raise_and_what_was_accepted_replays(tmp_path: Pa
     before = fingerprint(world.buffer.ledger)
     world.crash()
     assert fingerprint(world.buffer.ledger) == before
-
-
-def test_a_trajectory_that_forks_is_refused_where_each_has_to_be_one_row(tmp_path: Path) -> None:
-    algorithm = {"step_wise": False, "estimator": "reinforce++", "n_samples_per_prompt": 1}
-    world = World(tmp_path, config(algorithm=algorithm, buffer={"merge": "off"}))
-    for fork in (True, False):
-        work = world.generator.claimed()
-        of = TrajectoryId(work.group_id, 0, work.attempts[0])
-        first, second = (step(of, work.prompt_uid, index) for index in range(2))
-        if fork:
-            second = replace(second, prompt_ids=second.prompt_ids[::-1].copy())
-        answer = world.generator.send([first, second], [TrajectoryEnd(of, work.prompt_uid, 2, "stop", 1.0)])
-        assert isinstance(answer, Refusal) == fork, answer

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from service.config import Config, check, check_paths, load, load_config
-from service.config.checks import TEMPORAL_ESTIMATORS
 from service.errors import ConfigError, UserError
 from service.handoff.batches.advantages import ESTIMATORS, GROUP_ESTIMATORS
 
@@ -18,11 +17,9 @@ SHORT = {"AGENT": AGENT, "BESIDE": BESIDE, "TEACHER": ["algorithm.teacher={}", "
 
 REFUSED = r"""
 algorithm.estimator  algorithm.estimator=gae
-algorithm.estimator  algorithm.estimator=reinforce++
 run.max_steps  run.max_steps=1e23
 run.max_steps  run.max_steps=2147483648
 run.dir  run.dir=~nobody-of-this-name/runs
-algorithm.estimator  algorithm.estimator=gae & algorithm.step_wise=false & buffer.merge=off
 generator.engines  weights.transport=ipc & generator.engines={min: 1, max: 2}
 data.eval_mode  data.eval_every=4 & data.eval_make_rows=8 & data.eval_mode=beside & generator.engines={min: 1, max: 3}
 generator.engines  generator.engines={min: 3, max: 2}
@@ -62,10 +59,8 @@ algorithm.teacher.column  algorithm.teacher={} & scorers={a: {kind: teacher, mod
 generator.temperature  TEACHER & generator.temperature=0.9
 algorithm.filter_zero_variance  TEACHER & algorithm.filter_zero_variance=true
 algorithm.teacher.mode  TEACHER & algorithm.loss=cross_entropy
-buffer.merge  algorithm.step_wise=false
 data.eval_every  data.eval_make_rows=8 & data.eval_every=5 & weights.sync_every=2
 data.eval_make_rows  data.eval.made=x.jsonl & data.eval_make_rows=8
-generator.conversation  algorithm.step_wise=false & buffer.merge=off & generator.conversation=rerender
 buffer.max_staleness  buffer.lookahead=4 & buffer.max_staleness=3
 buffer.lookahead  buffer.lookahead=1 & weights.sync_every=3
 generator.concurrent_groups  generator.concurrent_groups=15
@@ -74,10 +69,7 @@ trainer.max_tokens_per_micro_batch  trainer.max_tokens_per_micro_batch=135
 trainer.max_tokens_per_micro_batch  trainer.sequence_parallel=2 & trainer.max_tokens_per_micro_batch=67
 trainer.sequence_parallel  trainer.ranks=3 & trainer.sequence_parallel=2
 trainer.layout  trainer.sequence_parallel=2 & trainer.layout=padded
-trainer.expert_parallel  model.make=null & model.path=x & trainer.ranks=3 & trainer.expert_parallel=2
-trainer.expert_parallel  trainer.ranks=4 & trainer.expert_parallel=2
 trainer.sequence_parallel  trainer.ranks=6 & trainer.sequence_parallel=3
-algorithm.reduction  algorithm.reduction=sequence_mean
 algorithm.n_samples_per_prompt  algorithm.n_samples_per_prompt=1
 buffer.max_bytes  buffer.max_bytes=1000
 buffer.max_journal_bytes  trainer.checkpoint_every=10 & buffer.max_journal_bytes=1000
@@ -97,7 +89,6 @@ roles.v  roles={v: {mode: frozen}}
 roles.v  roles={v: {mode: judge, model: m}}
 roles.v  roles={v: {mode: frozen, model: m, key_file: k}}
 roles.v.url  roles={v: {mode: frozen, url: h, model: m}}
-algorithm.step_wise  roles={v: {}} & algorithm.step_wise=false & buffer.merge=off
 env.command  env.name=agent
 env.command  env.command=[codex]
 env.command  AGENT & env.command=[codex,'{promt}']
@@ -136,9 +127,6 @@ def test_a_value_that_no_operating_system_takes_is_refused(override: str) -> Non
     [
         ["buffer.lookahead=0"],
         ["buffer.lookahead=2", "weights.sync_every=3", "buffer.max_staleness=2"],
-        ["algorithm.reduction=sequence_mean", "buffer.merge=off"],
-        ["algorithm.step_wise=false", "buffer.merge=off"],
-        ["algorithm.estimator=reinforce++", "algorithm.step_wise=false", "buffer.merge=off"],
         *([f"algorithm.estimator={name}"] for name in ("rloo", "maxrl")),
         ["generator.concurrent_groups=16"],
         ["weights.transport=ipc", "generator.engines=2"],
@@ -227,7 +215,7 @@ def test_a_path_that_no_system_can_open_is_named(name: str, setting: str) -> Non
 
 def test_the_estimators_that_may_stand_in_a_configuration_are_those_that_are_registered() -> None:
     own = {name for name, function in ESTIMATORS.items() if function.__module__ == "service.handoff.batches.advantages"}
-    assert {*GROUP_ESTIMATORS, *TEMPORAL_ESTIMATORS} == {*own, "gae"}
+    assert {*GROUP_ESTIMATORS} == own
 
 
 @pytest.mark.parametrize("name", ["estimator", "loss"])

@@ -120,17 +120,6 @@ def test_ranks_that_cannot_divide_the_heads_of_a_model_are_one_line(model: Path)
         check(model, "trainer.ranks=6", "trainer.sequence_parallel=6")
 
 
-def test_ranks_that_cannot_divide_the_experts_of_a_model_are_one_line(model: Path) -> None:
-    changed(num_experts=8)(model)
-    check(model, "trainer.ranks=4", "trainer.expert_parallel=4")
-    for experts, ranks in ((12, 8), (None, 2)):
-        changed(num_experts=experts)(model)
-        with pytest.raises(
-            UserError, match=rf"^trainer\.expert_parallel: {ranks} ranks .* {experts or 'missing'} experts"
-        ):
-            check(model, "trainer.ranks=8", f"trainer.expert_parallel={ranks}")
-
-
 def test_a_model_is_looked_into_without_torch(model: Path) -> None:
     settings = ["model.make=null", "model.warm_start=null", f"model.path={model}"]
     code = (

@@ -19,7 +19,6 @@ SMALL = ("_tiny.yaml", "quickstart.yaml", "one_gpu.yaml", *(name for name in REC
 SIZED = ("lora_8b", "llama31_8b", "qwen3_4b", "qwen3_14b", "qwen3_30b_a3b", "qwen3_30b_a3b_64")
 """Recipes that say how many GPUs a model takes; `test_sized_recipes` has more about them."""
 FULL_SIZE = [name for name in RECIPES if not name.endswith(SMALL) and name.removesuffix(".yaml") not in SIZED]
-SINGLE_TURN = ["algorithm.step_wise=false", "buffer.merge=off"]
 
 
 def make_what_it_names(config: Config) -> None:
@@ -66,14 +65,6 @@ def test_a_full_size_recipe_is_valid_on_four_nodes_and_fits_them(
         config = load([CONFIGS / file for file in files]).config
         assert config.trainer.ranks == 4 * nodes
         assert config.generator.engines * config.generator.tensor_parallel_size <= 4 * nodes
-
-
-@pytest.mark.parametrize("name", ["gsm8k.yaml", "gsm8k_tiny.yaml"])
-def test_the_word_problems_can_be_trained_as_single_turns(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert validate([name], SINGLE_TURN) == 0
 
 
 # The small recipe of agents plays one within the generator instead of a command.

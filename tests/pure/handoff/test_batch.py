@@ -6,9 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.config.core_settings import batch_settings
-from service.config.learn import AlgorithmConfig
-from service.config.tree import BufferConfig, Config
 from service.handoff.batches.advantages import Rule
 from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch
 from service.handoff.batches.filters import FilterSettings, filtered
@@ -56,16 +53,6 @@ def test_a_mini_batch_holds_every_trajectory_once_and_whole() -> None:
     assert len({len(rank) for rank in batch.ranks}) == 1
     loss = sum(int(m.loss_mask_N.sum()) for rank in batch.ranks for m in rank)
     assert loss == batch.loss_tokens_G.sum() == batch.metrics["tokens/loss"]
-
-
-@pytest.mark.parametrize(("step_wise", "one_row"), [(True, False), (False, True)])
-def test_without_step_wise_every_trajectory_is_one_sequence(step_wise: bool, one_row: bool) -> None:
-    config = Config(algorithm=AlgorithmConfig(step_wise=step_wise), buffer=BufferConfig(merge="off"))
-    rng = np.random.default_rng(0)
-    batch = form_mini_batch(1, [group(rng, 0), group(rng, 1)], history_up_to(4), batch_settings(config))
-    assert (batch.rows_G == 1).all() == one_row
-    assert batch.metrics["generate/batch_num_seq"] == batch.rows_G.sum()
-    assert batch.metrics["generate/truncated_ratio"] == 0.0
 
 
 def test_tokens_beyond_the_staleness_bound_carry_no_loss_and_are_counted() -> None:

@@ -80,7 +80,7 @@ rows = merge(shared).rows
 assert rows.token_ids_N.tolist() == [1, 2, 3, 4, 5, 6, 1, 2, 3, 9, 7]
 assert rows.entropy_N.tolist() == [0, 0, 0.25, 0.5, 0, 0.75, 0, 0, 0, 0, 1]
 
-settings = BatchSettings(ranks=2, token_budget=16, estimator="reinforce++")
+settings = BatchSettings(ranks=2, token_budget=16, estimator="grpo_no_std")
 batch = form_mini_batch(1, [CompleteGroup(0, "a", shared, group.ends)], VersionHistory(), settings)
 [packed], [dummy] = decode_mini_batch(encode_mini_batch(batch)).ranks
 assert sorted(packed.entropy_N.tolist()) == sorted(rows.entropy_N.tolist())

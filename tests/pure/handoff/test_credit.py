@@ -175,7 +175,6 @@ def test_zero_variance_means_that_no_turn_has_an_advantage() -> None:
         ({"returns": "last", "estimator": "rloo"}, "use returns=sum"),
         ({"returns": "sum", "estimator": "maxrl"}, "divides by the mean return"),
         ({"returns": "sum", "estimator": "reinforce++_baseline"}, "whitens over the mini-batch"),
-        ({"returns": "sum", "estimator": "reinforce++", "step_wise": False}, "discounts along the tokens"),
         ({"returns": "sum", "estimator": "mine:own"}, "defined on whole returns only"),
     ],
 )

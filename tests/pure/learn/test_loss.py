@@ -92,7 +92,7 @@ def reduce(term: Padded, mask: Padded, reduction: str, prompt_of: np.ndarray) ->
     match reduction:
         case "token_mean":
             return float(sums.sum() / tokens.sum())
-        case "sequence_mean" | "trajectory_mean":
+        case "trajectory_mean":
             return float((sums / np.maximum(tokens, 1)).mean())
         case "seq_mean_token_sum_norm":
             return float((sums / (1024 + 256)).mean())
@@ -101,7 +101,7 @@ def reduce(term: Padded, mask: Padded, reduction: str, prompt_of: np.ndarray) ->
             return float(np.mean(prompts))
 
 
-REDUCTIONS = ["token_mean", "trajectory_mean", "prompt_mean", "seq_mean_token_sum_norm", "sequence_mean"]
+REDUCTIONS = ["token_mean", "trajectory_mean", "prompt_mean", "seq_mean_token_sum_norm"]
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -147,8 +147,8 @@ def test_recorded_experts_are_replayed_where_their_tokens_are(ranks: Ranks, tmp_
 
 
 ALGORITHMS = [
-    {"estimator": "reinforce++", "step_wise": False, "gamma": 0.9},
-    {"reduction": "sequence_mean", "kl_coef": 0.5},
+    {"loss": "gspo"},
+    {"reduction": "trajectory_mean", "kl_coef": 0.5},
 ]
 ADAPTER = LoraConfig(rank=4)
 

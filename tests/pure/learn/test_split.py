@@ -172,11 +172,3 @@ def test_a_rank_without_rows_keeps_in_step(model_folder: Path, ranks: Ranks) -> 
     expected = outcome(configured("token_mean", "float64"), model_folder, mini_batch([[rows]], TRAJECTORIES))
     for results in ranks(2, outcomes_of_rank, model_folder, way):
         assert_same(results["lonely"], expected, "float64")
-
-
-def test_the_mean_over_rows_is_not_split_invariant(model_folder: Path) -> None:
-    """Hence the configuration refuses it with step-wise rows, unless merging is off on purpose."""
-    rows = reference()
-    config = settings({"reduction": "sequence_mean"})
-    whole, parts = (outcome(config, model_folder, mini_batch([[these]], TRAJECTORIES)) for these in (rows, cut(rows)))
-    assert abs(whole.loss - parts.loss) > 1e-3 * whole.size

@@ -97,18 +97,10 @@ def test_ranks_that_share_micro_batches_stay_together() -> None:
     words = [
         "trainer.ranks=24",
         "trainer.sequence_parallel=3",
-        "trainer.expert_parallel=4",
         "trainer.shard_within=node",
     ]
     with pytest.raises(UserError, match=r"give 25$"):
         list(splits_of(PlanSettings.of(load([], words).config), 13))
-
-
-def test_ranks_that_divide_the_experts_stay_together() -> None:
-    words = ["trainer.ranks=6", "trainer.sequence_parallel=2", "trainer.expert_parallel=3"]
-    assert list(splits_of(PlanSettings.of(load([], words).config), 20)) == [(2, 18), (8, 12), (14, 6)]
-    with pytest.raises(UserError, match=r"the trainer 6 or a multiple of it \(.*expert_parallel\), .*; give 7$"):
-        list(splits_of(PlanSettings.of(load([], words).config), 3))
 
 
 @pytest.mark.parametrize(("turns", "limit"), [(4, ("agents.max_calls", 64)), (100, ("env.max_turns", 100))])
