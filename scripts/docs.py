@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from scripts.dashboards.grafana import dashboards_page, grafana_json
 from scripts.dashboards.pages import DASHBOARDS
 from service.columns import columns_of
-from service.config.engine_options import JUDGED
+from service.config.engine_options import REFUSED
 from service.config.load import section_of
 from service.config.section import MOST
 from service.config.tree import Config
@@ -44,31 +44,26 @@ lists, also serve IN_RAY, with the run's name as a label.
 OPTIONS_INTRO = """\
 # Options of vLLM's engines
 
-Made from `service/config/engine_options.toml` by `python -m scripts.docs`.
+Made from `service/config/engine_options.py` by `python -m scripts.docs`.
 
-`generator.engine_options` sets any argument of vLLM's `AsyncEngineArgs` (0.32.0) by its name:
+`generator.engine_options` sets arguments of vLLM's `AsyncEngineArgs` (0.32.0) by their names:
 
 ```yaml
 generator:
   engine_options: {max_num_batched_tokens: 16384, pipeline_parallel_size: 2}
 ```
 
-`baton config validate` compares names and plain types (numbers, texts, lists) with the vLLM that is installed; vLLM
-checks other values when an engine starts, and a refusal ends the run with a line that says so. An engine has
+vLLM checks the values when an engine starts, and a refusal ends the run with a line that says so. An engine has
 `generator.tensor_parallel_size` times `pipeline_parallel_size` GPUs, and Ray places it on a node with that many;
 `enable_expert_parallel` divides the experts among the same GPUs. The engines of teachers do not get these options.
 
-What becomes of each argument:
+Some options change the log-probabilities that an engine computes, such as `kv_cache_dtype: fp8` and `model_impl`. With
+them look at the importance ratios of the first optimizer steps, and turn on `algorithm.correction`.
 
-- **owned**: Baton sets it; the reason names the setting to use instead.
-- **passed**: vLLM gets it as it is.
-- **warned**: vLLM gets it, and the run begins with the reason as a note.
-- **refused**: the run does not start, with the reason.
+These arguments are refused before a run starts (`.*` stands for any characters):
 
-An argument of a newer vLLM that this table does not have is passed on with a warning.
-
-| arguments | what becomes of them | why |
-|---|---|---|
+| arguments | why |
+|---|---|
 """
 
 KEYS_INTRO = """
@@ -211,12 +206,9 @@ def prometheus_rule() -> str:
 
 
 def engine_options_page() -> str:
-    """The page about `generator.engine_options`: a row for all arguments with the same rule."""
-    order = ("owned", "warned", "refused", "passed")
-    return OPTIONS_INTRO + "".join(
-        f"| {_as_code(judged.fields)} | {judged.verdict} | {judged.reason} |\n"
-        for judged in sorted(dict.fromkeys(JUDGED.values()), key=lambda judged: order.index(judged.verdict))
-    )
+    """The page about `generator.engine_options`: a row for the arguments that are refused for the same reason."""
+    rows = ((", ".join(f"`{name}`" for name in names.split()), why) for why, names in REFUSED.items())
+    return OPTIONS_INTRO + "".join(f"| {names.replace('|', chr(92) + '|')} | {why} |\n" for names, why in rows)
 
 
 FILES: dict[str, Callable[[], str]] = {

@@ -58,7 +58,7 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     config, source = checked_config(arguments, overrides)
     with source.named_in_errors():
-        missing = [line + source.beside(line) for line in elsewhere(config)]
+        missing = elsewhere(config)
         from service.config.core_settings import estimator_name
         from service.rollout.check_inputs import check_inputs
         from service.rollout.environments.registry import SyntheticFunction

@@ -6,11 +6,9 @@ yields one line per problem, of the form `setting: consequence and what to do`.
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Callable, Iterable, Iterator
 
-from service.config.command import AGENT, OWN_VARIABLES, PLACEHOLDERS
+from service.config.command import AGENT, OWN_VARIABLES
 from service.config.core_settings import worst_bytes
 from service.config.engine_options import refusals
 from service.config.rollout import MADE_SET
@@ -194,27 +192,13 @@ def _command(config: Config) -> Iterator[str]:
 
 
 def _words(config: Config) -> Iterator[str]:
-    """The texts of a command: its arguments, environment variables and scoring function."""
+    """The texts of a command: its environment variables and scoring function."""
     env, score = config.env, config.env.score
-    for setting, words in {
-        "env.command": env.command,
-        "env.score": score if isinstance(score, tuple) else (),
-        "env.variables": (*env.variables, *env.variables.values()),
-    }.items():
-        if any(re.search("[\\0\ud800-\udfff]", word) for word in words):
-            yield f"{setting}: holds a zero byte or half a character, which no program can be given; remove it"
-        # Other text in braces is passed on unchanged; text that looks like a placeholder is refused as a mistake.
-        for name in [name for word in words for name in re.findall(r"\{(\w+)\}", word)]:
-            near = difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=0.8)
-            if near and name not in PLACEHOLDERS and setting != "env.score":
-                yield f"{setting}: {{{name}}} is no placeholder; did you mean {{{near[0]}}}?"
     if score == ():
         yield "env.score: is an empty command; give a program and its arguments, or null"
     elif isinstance(score, str):
         yield from _scoring_function(score, env.trusted_modules)
     for name in env.variables:
-        if not name or "=" in name:
-            yield f"env.variables: {name!r} is no name of an environment variable; give one without ="
         if name in OWN_VARIABLES:
             yield f"env.variables.{name}: leads each run to its own session, so it is not yours to set; remove it"
 

@@ -1,94 +1,69 @@
-"""Checks `generator.engine_options`. Each of vLLM's engine arguments is either set by Baton, passed on, passed on with
-a warning, or refused; engine_options.toml lists the arguments with the reasons."""
+"""Refuses arguments of vLLM's engines that Baton sets itself, or with which a run would train wrongly. All others in
+`generator.engine_options` are passed on; vLLM checks them when an engine starts."""
 
 from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
-from pydantic import TypeAdapter, ValidationError
+REFUSED = {
+    "it changes the sampling distribution in a way that the trainer cannot recompute, so every importance ratio would "
+    "be wrong; leave it out": "top_[pk] min_p (repetition|presence|frequency)_penalty",
+    "a token must come from the policy's own distribution, with the settings of generator": "speculative_config "
+    "(per_request_)?spec_.* logits_processors watermark_config (override_)?generation_config enable_trace_replay "
+    "return_sampling_mask diffusion_config logprobs_mode hf_overrides",
+    "it follows from the settings of model, run and generator": "model dtype seed tensor_parallel_size enforce_eager "
+    "gpu_memory_utilization kv_cache_memory_bytes quantization max_model_len max_num_seqs enable_lora max_(cpu_)?loras "
+    "max_lora_.* lora_target_modules language_model_only",
+    "Baton replaces the weights in place by the names of model.path; weights elsewhere would be missed": "worker_.*cls "
+    "weight_transfer_config (cpu_)?offload_.* quantization_config .*eplb.* .*elastic_ep.* enable_ep_weight_filter "
+    ".*sleep.* enable_cumem_allocator enable_nccl_comm_suspend model_class_overrides",
+    "Baton sizes the KV cache and drops it after an update; another cache would keep older ones": "block_size "
+    "kv_(transfer|events|offloading)_.* ec_.* engram_config enable_prefix_caching num_gpu_blocks_override",
+    "an engine is one actor, which Ray gives its GPUs, and which Baton starts again; for more engines set "
+    "generator.engines": "data_parallel_.* dp_.* distributed_executor_backend nnodes node_rank master_.* device_ids "
+    "prefill_context_parallel_size _api_process_.* .*fault_tolerance.* ray_.*",
+    "the model and its tokenizer are those of model.path, which runs no code of its own": "tokenizer.* hf_.* revision "
+    "skip_tokenizer_init trust_remote_code code_revision model_weights config_format load_format download_dir",
+    "Baton reads the load of the engine and the routed experts": "enable_return_routed_experts disable_log_stats",
+}
+"""Why engine arguments are refused: patterns of their names, by reason."""
 
 
-class Judgement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What Baton does with certain engine arguments that a user sets, and the reason."""
-
-    verdict: Literal["owned", "passed", "warned", "refused"]
-    reason: str
-    fields: tuple[str, ...] = ()
-
-
-_FILE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, list[Judgement]])
-JUDGED = {field: judged for judged in _FILE["judged"] for field in judged.fields}
-"""The `Judgement` of each engine argument, by name, for the vLLM version in the lock files."""
-
-PLAIN: Mapping[str, Any] = {
-    "int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "None": None
-}  # fmt: skip
-"""Types whose values are checked here; vLLM checks values of other types when an engine starts."""
-
-AT_LEAST_1 = ("pipeline_parallel_size", "max_num_batched_tokens")
-"""Engine arguments that must be at least 1. They are checked here, because Baton uses them before vLLM would check
-them."""
+def refusal(name: str) -> str | None:
+    """Why an engine argument of this name is refused; None if it is passed on."""
+    return next(
+        (why for why, names in REFUSED.items() if any(re.fullmatch(each, name) for each in names.split())), None
+    )
 
 
 def refusals(options: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each option that cannot be set, or whose value is not valid."""
-    fields = installed_fields()
-    for name, value in options.items():
-        setting, judged = f"generator.engine_options.{name}", JUDGED.get(name)
-        if name not in (fields or JUDGED):
-            near = difflib.get_close_matches(name, fields or JUDGED, n=1)
-            yield f"{setting}: vLLM has no such engine argument" + (f"; did you mean {near[0]}?" if near else "")
-        elif judged is not None and judged.verdict == "owned":
-            yield f"{setting}: Baton sets it: {judged.reason}"
-        elif judged is not None and judged.verdict == "refused":
-            yield f"{setting}: is refused: {judged.reason}"
-        elif (kind := fields.get(name)) is not None and not _fits(value, kind):
-            yield f"{setting}: must be {kind.replace(' | ', ' or ')}, not {value!r}"
-        elif name in AT_LEAST_1 and type(value) is int and value < 1:
-            yield f"{setting}: must be at least 1, not {value}"
-
-
-def warnings(options: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each option that can be set, but with which a run may go wrong."""
+    """One line for each option that cannot be set."""
     for name in options:
-        judged = JUDGED.get(name, Judgement("warned", "this vLLM is newer than Baton's table of its options"))
-        if judged.verdict == "warned":
-            yield f"generator.engine_options.{name}: {judged.reason}"
+        setting, known = f"generator.engine_options.{name}", installed_names()
+        if (reason := refusal(name)) is not None:
+            yield f"{setting}: {reason}"
+        elif known and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            yield f"{setting}: vLLM has no such engine argument" + (f"; did you mean {near[0]}?" if near else "")
+    if type(stages := options.get("pipeline_parallel_size", 1)) is not int or stages < 1:
+        yield f"generator.engine_options.pipeline_parallel_size: must be a whole number from 1 on, not {stages!r}"
 
 
 @cache
-def installed_fields() -> Mapping[str, str]:
-    """The type of each engine argument as text, by name, read from the source of the installed vLLM without importing
-    it; empty if vLLM is not installed."""
+def installed_names() -> tuple[str, ...]:
+    """The names of the engine arguments of the installed vLLM, read from its source without importing it; empty if vLLM
+    is not installed."""
     found = find_spec("vllm")
     if found is None or found.origin is None:
-        return {}
+        return ()
     source = (Path(found.origin).parent / "engine" / "arg_utils.py").read_text()
-    return {
-        field.target.id: ast.unparse(field.annotation)
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
-        for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
-
-
-def _fits(value: Any, kind: str) -> bool:
-    """Whether a value fits a type; always True for a type with parts that are not in `PLAIN`, which vLLM checks."""
-    names = [name.partition("[")[0] for name in kind.split(" | ")]
-    return not PLAIN.keys() >= set(names) or any(_is(value, PLAIN[name]) for name in names)
-
-
-def _is(value: Any, kind: Any) -> bool:
-    try:
-        TypeAdapter(kind).validate_python(value, strict=True)
-    except ValidationError:
-        return False
-    return True
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and "EngineArgs" in node.name]
+    fields = [field.target for of in classes for field in of.body if isinstance(field, ast.AnnAssign)]
+    return tuple(field.id for field in fields if isinstance(field, ast.Name))

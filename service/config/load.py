@@ -13,19 +13,23 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from service.config.gone import GONE
-from service.config.section import MOST, PATTERNS
+from service.config.engine_options import refusal
+from service.config.section import PATTERNS
 from service.config.source import KeyPath, Source, plain, read_sources, short
 from service.config.tree import Config
 from service.errors import ConfigError
 
-CLOSE = 0.8
-"""Similarity from which another name is suggested, even if the typed name exists elsewhere in the configuration."""
-
 BOUNDS = {"gt", "ge", "lt", "le", "multiple_of"}
 """Pydantic's names of bounds. If a value fits no type of a union, an error about a bound is preferred to one about a
 type."""
-
+KINDS = {
+    "string_type": "must be text, not {shown} (write it in quotes inside the value: '\"{shown}\"')",
+    "path_type": "must be text, not {shown} (write it in quotes inside the value: '\"{shown}\"')",
+    "model_type": "is a section with keys of its own, not a value like {shown}",
+    "dict_type": "is a mapping, not {shown}; write {{NAME: VALUE}}",
+    "tuple_type": "is a list, not {shown}; write [{value}]",
+}
+"""The error message about a value of another kind, by pydantic's name of the error."""
 
 INPUT = "Input should be "
 """The beginning of most error messages of pydantic."""
@@ -107,80 +111,54 @@ def _tree_path(detail: ErrorDetails, source: Source) -> KeyPath:
 def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
     """What is wrong with the value at a path; for a union, all allowed kinds, or the bound that the value violates."""
     details = [detail for detail in details if detail["type"] != "too_short"] or details  # its members are wrong
-    bounds = [detail for detail in details if BOUNDS & detail.get("ctx", {}).keys()]
-    details = bounds[:1] or details
+    details = [detail for detail in details if BOUNDS & detail.get("ctx", {}).keys()][:1] or details
     kind, value, context = details[0]["type"], details[0]["input"], details[0].get("ctx", {})
     shown = "null" if value is None else short(value)
-    if gone := GONE.get(f"{'.'.join(path)}={value}"):
-        return f"{shown} is gone: {gone}"
     if kind == "extra_forbidden":
-        gone = GONE.get(".".join(path))
-        return f"this setting is gone: {gone}" if gone else f"unknown key{_unknown_hint(path)}"
+        return f"unknown key{_nearest_key(path)}"
     if kind == "missing":
         return "is not set, and has no default" if isinstance(value, Mapping) else f"{shown} has too few values"
-    if kind == "string_type" and isinstance(value, Mapping):
-        keys = short(", ".join(f"{key!s}:" for key in value))[1:-1]
-        return f"must be text, but YAML reads {keys} as a key; put quotes around it"
-    if kind == "int_parsing_size":
-        return f"{shown} is more than {MOST:.0e}, the largest number that a setting takes"
-    if kind in ("string_type", "path_type"):
-        return f"must be text, not {shown} (write it in quotes inside the value: '\"{shown}\"')"
-    if kind == "model_type" and len(details) == 1:
-        return f"is a section with keys of its own, not a value like {shown}"
-    if kind == "dict_type":
-        return f"is a mapping, not {shown}; write {{NAME: VALUE}}"
-    if kind == "tuple_type":
-        return f"is a list, not {shown}; write [{plain(str(value))}]"
+    if kind in KINDS and len(details) == 1:
+        return KINDS[kind].format(shown=shown, value=plain(str(value)))
     if kind == "value_error":  # a validator of Baton's has written the whole text
         return f"{context['error']}, not {shown}"
     if (pattern := context.get("pattern")) in PATTERNS:
         return f"{shown} must {PATTERNS[pattern]}"
     if not details[0]["msg"].startswith(INPUT):
         return f"must {details[0]['msg'].partition(' should ')[2] or details[0]['msg']}, not {shown}"
-    wanted = " or ".join(dict.fromkeys(_wanted(detail, path) for detail in details))
-    return f"must be {wanted}, not {shown}{_nearest_choice(value, details)}"
+    wanted = " or ".join(dict.fromkeys(map(_wanted, details)))
+    choices = [choice for detail in details for choice in re.findall("'(.*?)'", detail["msg"])]
+    return f"must be {wanted}, not {shown}{_meant(str(value), choices, 0.5)}"
 
 
-def _wanted(detail: ErrorDetails, path: KeyPath) -> str:
+def _wanted(detail: ErrorDetails) -> str:
     """Pydantic's text about the expected value, without its reason."""
     if detail["type"] == "model_type":
-        return f"a section with {', '.join(_keys_of(path))}"
-    text = detail["msg"].removeprefix(INPUT).partition(", ")
-    return "".join(text) if detail["type"] == "literal_error" else text[0]
+        return "a section"
+    text = detail["msg"].removeprefix(INPUT)
+    return text if detail["type"] == "literal_error" else text.partition(", ")[0]
 
 
-def _nearest_choice(value: object, details: Sequence[ErrorDetails]) -> str:
-    if any(detail["type"].startswith("bool") for detail in details) and value in ("none", "None", None, "never"):
-        return " (did you mean false?)"
-    choices = [
-        choice for detail in details for choice in re.findall(r"'(.*?)'", detail.get("ctx", {}).get("expected", ""))
-    ]
-    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+def _nearest_key(path: KeyPath) -> str:
+    """A hint for an unknown key: a similar key of the section, or the section's keys."""
+    if path[:-1] == ("generator",) and (why := refusal(path[-1])) is not None:
+        return f": {why}"
+    siblings = _keys_of(path[:-1])
+    meant = _meant(".".join(path), [".".join((*path[:-1], key)) for key in siblings])
+    return meant or (f" (valid here: {', '.join(siblings)})" if siblings else "")
+
+
+def _meant(typed: str, names: Sequence[str], least: float = 0.6) -> str:
+    close = difflib.get_close_matches(typed, names, n=1, cutoff=least)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _unknown_hint(path: KeyPath) -> str:
-    """A hint for an unknown key: a similar key of the section, a key of that name elsewhere, or the section's keys."""
-    known, siblings = key_paths(), _keys_of(path[:-1])
-    same = [".".join(other) for other in known if other[-1] == path[-1]]
-    likely = CLOSE if same else 0.6
-    if (not same or len(path) == 1) and (close := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=likely)):
-        return f" (did you mean {'.'.join((*path[:-1], close[0]))}?)"
-    close = difflib.get_close_matches(path[-1], [other[-1] for other in known], n=1, cutoff=CLOSE)
-    if nearest := " or ".join((same or [".".join(other) for other in known if other[-1] in close])[:2]):
-        return f" (did you mean {nearest}?)"
-    return f" (valid here: {', '.join(siblings)})" if siblings else ""
 
 
 def _keys_of(path: KeyPath) -> list[str]:
     """The keys of the section at a path; the section may be one of a mapping by name, such as `scorers.judge`."""
     here: Any = Config
     for key in path:
-        if get_origin(here) is dict:
-            here = get_args(here)[1]
-        else:
-            section = section_of(here)
-            field = None if section is None else section.model_fields.get(key)
-            here = None if field is None else field.annotation
+        section = section_of(here)
+        field = None if section is None else section.model_fields.get(key)
+        here = get_args(here)[1] if get_origin(here) is dict else field and field.annotation
     section = section_of(here)
     return [] if section is None else [*section.model_fields]

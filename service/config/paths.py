@@ -6,21 +6,18 @@ import difflib
 import os
 import re
 import stat
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import Any, Literal, NamedTuple, get_args
 
-from service.config.gone import MOVED_MODULES
 from service.config.section import HUB, Named, Section
 from service.config.tree import Config
 from service.errors import UserError
 from service.files import is_written_through
 from service.model_folder import check_model_folder, is_model_folder
-from service.user_code import find_user_module, user_folder
+from service.user_code import find_user_module
 
 ADDRESS = re.compile(rf"{HUB}(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?", re.ASCII)
 """Pattern of an address on a model hub."""
@@ -163,10 +160,6 @@ def _module_problems(config: Config) -> Iterator[_Problem]:
             wrong = str(error)
         if wrong:
             yield _Problem(f"{setting}: {wrong}; install it, or start in its folder")
-    for module in config.env.trusted_modules:
-        package, _, rest = module.partition(".")
-        if package in MOVED_MODULES and PathFinder.find_spec(package, [*sys.path, str(user_folder())]) is None:
-            yield _Problem(f"env.trusted_modules: {module} has moved; use {MOVED_MODULES[package]}.{rest}".rstrip("."))
 
 
 def near(path: Path) -> str:

@@ -235,7 +235,7 @@ class GeneratorConfig(Section):
     another distribution than the trainer's, so `algorithm.correction` must be on."""
     engine_options: dict[str, JsonValue] = {}
     """Further arguments of vLLM's engines, named as in `AsyncEngineArgs`, such as `max_num_batched_tokens` or
-    `pipeline_parallel_size`; docs/engine-options.md lists the arguments that are passed on."""
+    `pipeline_parallel_size`; docs/engine-options.md lists the arguments that are refused."""
     start_deadline: Seconds = 600.0
     """Seconds in which an engine must start."""
     request_deadline: Seconds = 300.0

@@ -7,7 +7,6 @@ trainer.lr=2e-4                                     places[("trainer", "lr")] = 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,16 +16,8 @@ from typing import Any
 
 import yaml
 
-from service.config.gone import leave_out_neutral
 from service.config.paths import near
 from service.errors import ConfigError, UserError
-
-MAX_FILE_BYTES = 1 << 16
-"""Maximum bytes of a configuration file. A configuration is written by hand, so a larger file must be another kind of
-file."""
-
-MAX_DEPTH = 32
-"""Maximum nesting of YAML values; deeper values would take PyYAML seconds, and no setting needs them."""
 
 SHOWN = 120
 """Maximum characters of a value in an error message."""
@@ -34,38 +25,22 @@ SHOWN = 120
 KeyPath = tuple[str, ...]
 
 _OVERRIDE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_-]+)*)=(.*)", re.DOTALL)
+_FLOAT = r"^[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$"
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader with YAML 1.2 scalars (`merge: off` is a word, `lr: 1e-4` a number) and a bounded depth."""
+    """The safe loader with YAML 1.2 scalars: `merge: off` is a word, `lr: 1e-4` a number, and `010` is ten."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
-    _depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise ConfigError(f"{self.name}: aliases (`*name`) are not read; write the value out")
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
-            raise ConfigError(f"{self.name}:{line}  not a configuration: nested too deeply")
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
 
 
-_NUMBER_STARTS = list("-+.0123456789")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), _NUMBER_STARTS)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$"),
-    _NUMBER_STARTS,
-)
-
-
-# PyYAML reads a leading zero as octal and a colon as base sixty; here 010 is ten.
+for _tag, _pattern, _starts in (
+    ("bool", r"^(?:true|True|false|False)$", "tTfF"),
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("int", r"^[-+]?[0-9]+$", "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_starts))
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 _Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: float(node.value))
 
@@ -85,18 +60,11 @@ class Source:
 
     def line(self, path: KeyPath, message: str) -> str:
         """A line of an error message about the value at `path`; it begins with the place where the value was set."""
-        place, setting = self.place(path), plain(".".join(path))
-        if place and place.startswith(f"override {setting}="):  # the message already begins with the setting's name
+        place, setting = self.place(path) or "", plain(".".join(path))
+        if place.startswith(f"override {setting}="):  # the place already names the setting
             return f"{place}: {message}"
-        between = ": " if place and place.startswith("override ") else "  "
-        return f"{place + between if place else ''}{setting}: {message}{self._layers(path)}"
-
-    def _layers(self, path: KeyPath) -> str:
-        """In brackets, the sources of a mapping's keys if several files or overrides set them; otherwise empty."""
-        keys = {here[-1]: place for here, place in self.places.items() if here[:-1] == path}
-        if len({re.sub(r":\d+$", "", place) for place in keys.values()}) < 2:
-            return ""
-        return f" ({', '.join(f'{plain(key)} is from {place}' for key, place in keys.items())})"
+        between = ": " if place.startswith("override ") else "  "
+        return f"{place}{between if place else ''}{setting}: {message}"
 
     @contextmanager
     def named_in_errors(self) -> Iterator[None]:
@@ -109,23 +77,8 @@ class Source:
             for line in str(error).splitlines():
                 setting, colon, message = line.partition(": ")
                 path = tuple(setting.split("."))
-                lines.append(self.line(path, message) + self.beside(line) if colon and self.place(path) else line)
+                lines.append(self.line(path, message) if colon and self.place(path) else line)
             raise type(error)("\n".join(lines)) from error
-
-    def beside(self, line: str) -> str:
-        """A hint for an error line about a path that does not exist, if the path would exist relative to the folder of
-        the configuration file in which it was set; otherwise empty."""
-        path = tuple(line.partition(": ")[0].split("."))
-        value: Any = self.values
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
-        file = re.sub(r":\d+$", "", self.place(path) or "")
-        if not isinstance(value, str) or not value or os.path.exists(value) or not os.path.isfile(file):
-            return ""
-        there = Path(file).parent / value
-        if not os.path.exists(there):
-            return ""
-        return f"; relative paths start at the current folder, and there is {there}"
 
     def merge(self, values: Mapping[str, Any], places: Mapping[KeyPath, str], path: KeyPath = ()) -> None:
         """Merge `values` into the values below `path`, and `places` into the places. Mappings are merged key by key;
@@ -151,34 +104,24 @@ def read_sources(files: Sequence[Path], overrides: Sequence[str]) -> Source:
     """
     source = Source()
     for file in files:
-        reader = _Reader(_read_text(Path(file)), str(file))
-        if reader.root is None:
-            continue
-        if not isinstance(reader.root, yaml.MappingNode):
-            raise ConfigError(f"{reader.at(reader.root)}  a configuration file holds `section:` mappings")
-        values = reader.value(reader.root, ())
-        leave_out_neutral(values)
-        source.merge(values, reader.places)
+        values, places = _parsed(_read_text(Path(file)), str(file))
+        if not isinstance(values, dict | None):
+            raise ConfigError(f"{file}:1  a configuration file holds `section:` mappings")
+        source.merge(values or {}, places)
     for word in overrides:
         if (match := _OVERRIDE.fullmatch(word)) is None:
             raise ConfigError(f"override {short(word)}: not of the form section.key=value")
         path, name = tuple(match[1].split(".")), f"override {plain(word)}"
-        reader = _Reader(match[2], name)
-        value = None if reader.root is None else reader.value(reader.root, path)
+        value, places = _parsed(match[2], name, path)
         for key in reversed(path[1:]):
             value = {key: value}
         parents = [path[:n] for n in range(1, len(path) + 1)]
-        source.merge({path[0]: value}, dict.fromkeys([*parents, *reader.places], name))
+        source.merge({path[0]: value}, dict.fromkeys([*parents, *places], name))
     return source
 
 
 def _read_text(file: Path) -> str:
     try:
-        if file.exists() and not file.is_file():
-            raise ConfigError(f"{file}: cannot read the configuration file: not a file")
-        size = file.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ConfigError(f"{file}: {size} bytes is too large for a configuration file (at most {MAX_FILE_BYTES})")
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: not a text file in UTF-8") from None
@@ -187,48 +130,45 @@ def _read_text(file: Path) -> str:
         raise ConfigError(f"{file}: cannot read the configuration file: {error.strerror}{hint}") from None
 
 
-class _Reader:
-    """Turns a YAML text into plain values and notes the line of each value."""
+def _parsed(text: str, name: str, path: KeyPath = ()) -> tuple[Any, dict[KeyPath, str]]:
+    """The plain values of a YAML text, and file and line of each value. `path`: where the text belongs."""
+    places: dict[KeyPath, str] = {}
 
-    def __init__(self, text: str, name: str) -> None:
-        self.places: dict[KeyPath, str] = {}
-        self._name = name
-        try:
-            self._loader = _Loader(text)
-            self._loader.name = name
-            self.root: yaml.Node | None = self._loader.get_single_node()
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            place = name if mark is None else f"{name}:{mark.line + 1}"
-            raise ConfigError(f"{place}  not YAML: {error.problem or error.context}") from None
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{name}  not YAML: {str(error).splitlines()[0]}") from None
+    def line(node: yaml.Node, here: KeyPath, wrong: str) -> str:
+        return f"{name}:{node.start_mark.line + 1}  {plain('.'.join(here))}: {wrong}"
 
-    def value(self, node: yaml.Node, path: KeyPath) -> Any:
-        """The plain value of a node; a key that occurs twice is refused."""
+    def value(node: yaml.Node, here: KeyPath) -> Any:
         if isinstance(node, yaml.SequenceNode):
-            return [self.value(item, (*path, str(index))) for index, item in enumerate(node.value)]
-        if not isinstance(node, yaml.MappingNode):
-            try:
-                return self._loader.construct_object(node)
-            except (yaml.YAMLError, ValueError, AttributeError, KeyError, TypeError):
-                where = f"{self.at(node)}  {plain('.'.join(path))}"
-                raise ConfigError(f"{where}: cannot read the value {short(node.value)}") from None
+            return [value(item, (*here, str(index))) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode):
+            return mapping(node, here)
+        try:
+            return loader.construct_object(node)
+        except (yaml.YAMLError, ValueError, AttributeError, KeyError, TypeError):
+            raise ConfigError(line(node, here, f"cannot read the value {short(node.value)}")) from None
+
+    def mapping(node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{self.at(key_node)}  {plain('.'.join(path))}: a key is one word")
-            key = key_node.value
-            here = (*path, key)
-            if key in values:
-                raise ConfigError(f"{self.at(key_node)}  {plain('.'.join(here))}: this key is here twice")
-            self.places[here] = self.at(key_node)
-            values[key] = self.value(value_node, here)
+        for key, inner in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(line(key, path, "a key is one word"))
+            here = (*path, key.value)
+            if key.value in values:
+                raise ConfigError(line(key, here, "this key is here twice"))
+            places[here] = f"{name}:{key.start_mark.line + 1}"
+            values[key.value] = value(inner, here)
         return values
 
-    def at(self, node: yaml.Node) -> str:
-        """File and line of a YAML node."""
-        return f"{self._name}:{node.start_mark.line + 1}"
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        return (None if root is None else value(root, path)), places
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = name if mark is None else f"{name}:{mark.line + 1}"
+        raise ConfigError(f"{place}  not YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, RecursionError) as error:  # an alias may stand in its own value
+        raise ConfigError(f"{name}  not a configuration: {str(error).splitlines()[0]}") from None
 
 
 def plain(text: str) -> str:

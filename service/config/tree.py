@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from service.config.command import AGENT
-from service.config.engine_options import warnings
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
 from service.config.lora import LoraConfig
 from service.config.rollout import (
@@ -283,4 +282,4 @@ class Config(Section):
             )
         if self.endpoint is not None and self.model.path is not None and (note := tools_note(self.model.path)):
             notes.append(note)
-        return [*notes, *warnings(self.generator.engine_options)]
+        return notes

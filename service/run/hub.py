@@ -48,8 +48,7 @@ def download(
     )
 
     say(f"{setting}: looking for {address} on the hub and in its cache")
-    files = [file] if file else list(model_files)
-    kind, ignored = ("dataset", None) if of_dataset else ("model", "*/*")
+    files, kind, ignored = ([file], "dataset", None) if file else (list(model_files), "model", "*/*")
     # Only here may huggingface_hub use the network in the driver, unless `offline`.
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, offline
     try:
@@ -57,13 +56,13 @@ def download(
             snapshot_download(repo, repo_type=kind, revision=revision, allow_patterns=files, ignore_patterns=ignored)
         )
     except (OSError, ValueError, HTTPError, RevisionResolutionError, XetDownloadError) as error:
-        words = f"{repo} {file} --repo-type dataset" if file else repo
-        local = Path("data" if file else "models") / repo.partition("/")[2]
-        command = f"hf download {words}{f' --revision {revision}' if revision else ''} --local-dir {local}"
         why = in_one_line(str(error.__cause__ or error))[:120]
+        command = (
+            f"hf download {repo} --repo-type {kind}{f' --revision {revision}' if revision else ''} --local-dir DIR"
+        )
         raise UserError(
             f"{setting}: {address} is neither cached nor to be had ({why}); where there is a network run `{command}`, "
-            f"and give {setting}={local / (file or '')}"
+            "and give the path of the copy"
         ) from error
     finally:
         constants.HF_HUB_OFFLINE = before

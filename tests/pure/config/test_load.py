@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from service.cli import main
 from service.config import Config, check, load, load_config, resolved_yaml
-from service.config.gone import GONE
 from service.config.load import key_paths, section_of
 from service.config.paths import with_absolute_paths
 from service.errors import ConfigError, UserError
@@ -95,46 +93,15 @@ def test_an_empty_mapping_replaces_what_a_lower_layer_set(tmp_path: Path) -> Non
     assert load_config([base], ["env.options={}", "env.options.b=2"]).env.options == {"b": 2}
 
 
-def test_what_is_left_over_from_a_lower_layer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = write(tmp_path, "base.yaml", "env:\n  options: {left: 1}\ndata:\n  eval: {x: none.jsonl}\n")
-    words = ["config", "validate", "--config", "configs/quickstart.yaml", "--config", str(base)]
-    assert main([*words, "env.options.more=2"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"baton: {base}:2  env.options: the environment 'lookup' refuses them")
-    assert f"(left is from {base}:2, more is from override env.options.more=2)" in said
-    assert main(["run", *words[2:]]) == 2
-    assert f"baton: {base}:4  data.eval.x: the dataset none.jsonl does not exist" in capsys.readouterr().err
-
-
-def test_a_missing_file_that_lies_beside_its_configuration_is_named_with_where_paths_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = Path("configs/quickstart.yaml").absolute()
-    monkeypatch.chdir(tmp_path)
-    Path("task").mkdir()
-    mine = write(Path("task"), "mine.yaml", "data: {make_rows: null, train: rows.jsonl}\n")
-    words, hint = ["--config", str(base), "--config", str(mine)], "; relative paths start at the current folder, and "
-    assert main(["run", *words]) == 2
-    assert hint not in capsys.readouterr().err, "there is no such file anywhere"
-    Path("task/rows.jsonl").touch()
-    assert main(["run", *words]) == 2
-    assert capsys.readouterr().err.endswith(f"{hint}there is task/rows.jsonl\n")
-    assert main(["config", "validate", *words]) == 0
-    assert f"{hint}there is task/rows.jsonl\n" in capsys.readouterr().out
-    assert main(["run", *words, "data.train=rows.jsonl"]) == 2
-    assert hint not in capsys.readouterr().err, "the command line is in no folder"
-
-
 @pytest.mark.parametrize(
     ("text", "line", "path", "hint"),
     [
         ("trainer:\n  lrr: 3\n", 2, "trainer.lrr", "mean trainer.lr?"),
         ("trainer:\n  mini_batch: 3\n", 2, "trainer.mini_batch", "mean trainer.mini_batch_size?"),
         ("trainr:\n  lr: 3\n", 1, "trainr", "mean trainer?"),
-        ("trainer:\n  max_steps: 3\n", 2, "trainer.max_steps", "mean run.max_steps?"),
         ("data:\n  eval: x.jsonl\n", 2, "data.eval", "write {NAME: VALUE}"),
         ("placement:\n  trainer: {zone: a b}\n", 2, "placement.trainer.zone", "must be"),
-        ("lookahead: 3\n", 1, "lookahead", "mean buffer.lookahead?"),
+        ("generator:\n  top_p: 0.9\n", 2, "generator.top_p", "changes the sampling distribution"),
         ("generator: {}\nxyzzy: 3\n", 2, "xyzzy", "valid here: run, model"),
         ("buffer:\n  order: strickt\n", 2, "buffer.order", "mean strict?"),
         ("run:\n  seed: 1\n  max_steps: many\n", 3, "run.max_steps", "must be"),
@@ -165,10 +132,8 @@ def test_a_missing_file_that_lies_beside_its_configuration_is_named_with_where_p
         ),
         ("generator:\n  engines: {min: 0}\n", 2, "generator.engines.min", "must be"),
         ("generator:\n  engines: 0\n", 2, "generator.engines", "must be"),
-        ("generator:\n  engines: two\n", 2, "generator.engines", "a section with min, max, not"),
+        ("generator:\n  engines: two\n", 2, "generator.engines", "a section, not"),
         ("trainer:\n  gradient_checkpointing: -1\n", 2, "trainer.gradient_checkpointing", "must be"),
-        ("trainer:\n  gradient_checkpointing: none\n", 2, "trainer.gradient_checkpointing", "mean false?"),
-        ("trainer:\n  gradient_checkpointing: null\n", 2, "trainer.gradient_checkpointing", "mean false?"),
         ("buffer:\n  lookahead: many\n", 2, "buffer.lookahead", "must be"),
         ("trainer:\n  compile: maybe\n", 2, "trainer.compile", "must be"),
         ("trainer:\n  compile: 7\n", 2, "trainer.compile", "must be"),
@@ -186,27 +151,6 @@ def test_a_mistake_is_named_by_file_line_path_and_the_nearest_valid_key(
         load_config([file])
     message = str(caught.value)
     assert message.startswith(f"{file}:{line}  {path}") and hint in message and "\n" not in message
-
-
-def test_a_setting_that_is_gone_is_refused_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(GONE, "trainer.lrr", "use trainer.lr")
-    with pytest.raises(ConfigError, match=r"^override trainer\.lrr=1: this setting is gone: use trainer\.lr$"):
-        load_config([], ["trainer.lrr=1"])
-    for value in ("algorithm.credit=potential", "buffer.lookahead=auto", "weights.transport=nccl"):
-        with pytest.raises(ConfigError) as refused:
-            load_config([], [value])
-        assert str(refused.value) == f"override {value}: {value.partition('=')[2]!r} is gone: {GONE[value]}"
-
-
-def test_the_record_of_an_older_run_loads_if_its_removed_settings_asked_for_nothing(tmp_path: Path) -> None:
-    lines = "generator: {top_p: 1.0, top_k: %d}\nweights: {delta: false}\nbuffer: {drift: fork, lookahead: 3}\n"
-    assert load_config([write(tmp_path, "old.yaml", lines % -1)]).buffer.lookahead == 3
-    with pytest.raises(ConfigError, match=r"generator\.top_k: this setting is gone"):
-        load_config([write(tmp_path, "old.yaml", lines % 40)])
-    with pytest.raises(ConfigError, match=r"generator\.top_p: this setting is gone"):
-        load_config([write(tmp_path, "old.yaml", "generator: {top_p: true}")])
-    with pytest.raises(ConfigError, match=r"probe_prompts=3: this setting is gone"):  # it would switch a warm start on
-        load_config([], ["model.warm_start.probe_prompts=3"])
 
 
 @pytest.mark.parametrize(
@@ -247,10 +191,8 @@ def test_all_mistakes_are_reported_at_once_one_line_each(tmp_path: Path) -> None
     [
         (None, r"none\.yaml: cannot read the configuration file: No such file"),
         (b"\xff\xfe\x00", "UTF-8"),
-        (b"# x\n" * 400_000, "too large"),
-        (b"a: &a [1, 1]\nb: [*a, *a]\n", "aliases"),
-        (b"a: " + b"[" * 60 + b"]" * 60, "nested too deeply"),
-        (b"a: " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+        (b"a: &a [*a]\n", "not a configuration"),
+        (b"a: " + b"[" * 5000 + b"]" * 5000, "not a configuration"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
@@ -267,14 +209,6 @@ def test_a_missing_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
     there = write(tmp_path, "config.yaml", "")
     with pytest.raises(UserError, match=rf"No such file or directory \(there is {there}\)$"):
         load_config([tmp_path / "config.yml"])
-
-
-def test_a_nest_of_brackets_is_read_no_further_than_needed(tmp_path: Path) -> None:
-    """PyYAML takes seconds over thousands of them; here it would stumble over the @ behind the first sixty."""
-    with pytest.raises(UserError, match=r"deep\.yaml:2  not a configuration: nested too deeply"):
-        load_config([write(tmp_path, "deep.yaml", "a:\n  " + "[" * 60 + "\n  1, 2, @")])
-    with pytest.raises(UserError, match="nested too deeply"):
-        load_config([], ["env.options=" + "{a: " * 60 + "\n1, 2, @"])
 
 
 @pytest.mark.parametrize(
