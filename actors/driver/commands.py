@@ -129,17 +129,18 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError("data.eval: there is no evaluation set; add data.eval.NAME=FILE or data.eval_make_rows=200")
     refuse_missing_vllm()
     with phase(LOADING):
-        from actors.driver.evaluate_model import evaluate
+        from actors.driver.evaluate_model import evaluate, prepared_evaluation
 
     try:
-        weights, evaluations = evaluate(config, chosen, say)
+        with prepared_evaluation(config, chosen, say) as prepared:
+            evaluations = evaluate(prepared, say)
     except SystemExit as stopped:
         say(f"stopped by {signal.Signals(int(stopped.code or 0) - 128).name}: there is no result")
         raise
     print(table(evaluations))
     if arguments.output is not None:
         sets = [evaluation.record() for evaluation in evaluations]
-        result = {"path": str(arguments.path), "weights": str(weights), "sets": sets}
+        result = {"path": str(arguments.path), "weights": str(prepared.weights), "sets": sets}
         write_output(arguments.output, json.dumps(result, indent=2) + "\n")
     return 0
 

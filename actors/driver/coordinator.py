@@ -349,8 +349,8 @@ class Coordinator:
         await self._targets.write()
 
     async def _evaluate(self, is_due: bool) -> None:
-        """Evaluate the weights if an evaluation is due, either beside training or while training waits."""
-        if not is_due or self._evaluations.begin(self._version.step):
+        """Evaluate the weights if an evaluation is due."""
+        if not is_due:
             return
         self._telemetry.doing("evaluating")
         self._progress.synced(await self._weights.published())
@@ -442,7 +442,7 @@ class Coordinator:
         with phase("writing the final weights", self._say):
             await self._trainer.export(self._folder.path / FINAL)
         self._folder.has_final = True
-        await asyncio.gather(self._checkpoints.settle(), self._evaluations.settled())
+        await self._checkpoints.settle()
         if self._config.trainer.checkpoint_every:
             await self._checkpoints.begin(self._version.step)
             await self._checkpoints.settle()

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import ray.exceptions
@@ -32,23 +32,31 @@ from service.run.inputs import prepare_evaluation, prepare_weights
 from service.run.phases import phase
 
 
-def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> tuple[Path, list[Evaluation]]:
-    """Evaluate the target's weights on every evaluation set; files and weights are checked before Ray or an engine
-    starts.
+class PreparedEvaluation(NamedTuple):
+    """What an evaluation needs, checked before Ray or an engine starts."""
 
-    Returns the folder or checkpoint of the weights, and the evaluations.
+    config: Config
+    weights: Path
+    """The folder or checkpoint of the weights."""
+    model: Path
+    """The Hugging Face folder that the engines load."""
+    files: Mapping[str, Path]
+    """The rows of each evaluation set, by the set's name."""
+
+
+@contextmanager
+def prepared_evaluation(config: Config, target: EvalTarget, say: Callable[[str], None]) -> Iterator[PreparedEvaluation]:
+    """Check the sets and the weights of the target, and write made sets and exported weights to a temporary folder.
+    A stop signal in the `with` block raises `SystemExit` with the exit code 128 + the number of the signal.
 
     Raises:
         UserError: the model or a set is missing or malformed.
-        RunFailed: an engine did not start, or died.
-        Starved: an engine did not start in time.
-        SystemExit: a stop signal came; the exit code is 128 + the number of the signal.
     """
     refuse_open_ray(os.environ, config.run.insecure_local)
     keep_token_private(os.environ, Path.home())
     config = with_absolute_paths(beside_a_run(config))
-    with exit_on_stop_signals(), ExitStack() as held:
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="baton-eval-")))
+    with exit_on_stop_signals(), tempfile.TemporaryDirectory(prefix="baton-eval-") as temporary:
+        folder = Path(temporary)
         files = prepare_evaluation(config.data, config.env, config.run.seed, folder)
         manifest = prepare_weights(config.model, target)
         weights = target.weights(manifest)
@@ -58,12 +66,23 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
             model = folder / "exported"
             with phase("reading the weights" if target.adapter is None else "merging the adapter", say):
                 export(config.model, target, manifest, model)
-        config = config.without_adapter
+        yield PreparedEvaluation(config.without_adapter, weights, model.absolute(), files)
+
+
+def evaluate(prepared: PreparedEvaluation, say: Callable[[str], None]) -> list[Evaluation]:
+    """Evaluate the weights on every evaluation set.
+
+    Raises:
+        RunFailed: an engine did not start, or died.
+        Starved: an engine did not start in time.
+        SystemExit: a stop signal came; the exit code is 128 + the number of the signal.
+    """
+    with ExitStack() as held:
         logs = held.enter_context(logs_kept_on_failure(say))
         with phase("starting Ray", say):
-            held.enter_context(ray_session(config, uuid.uuid4().hex[:12], logs))
+            held.enter_context(ray_session(prepared.config, uuid.uuid4().hex[:12], logs))
         try:
-            return weights, asyncio.run(_until_stopped(_evaluate(config, model.absolute(), files, say)))
+            return asyncio.run(_until_stopped(_evaluate(prepared.config, prepared.model, prepared.files, say)))
         except ray.exceptions.RayError as error:
             raise RunFailed(f"an engine failed: {in_a_line(error)}") from error
 

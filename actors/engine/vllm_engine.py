@@ -281,16 +281,10 @@ class VllmEngine:
             metrics.set("baton_generator_kv_cache_ratio", load.kv_cache_ratio)
             metrics.count_to("baton_generator_preemptions_total", load.preemptions)
 
-    def check_serves(self, version: int | None) -> None:
-        """Check that the engine serves this packed `PolicyVersion`; None accepts every version.
-
-        Raises:
-            RunFailed: the engine serves another version, or is dead or stopped.
-        """
+    def check_alive(self) -> None:
+        """Raise `RunFailed` if the engine is dead or stopped."""
         if (death := self._death()) is not None:
             raise death
-        if version is not None and self.serving.pack() != version:
-            raise RunFailed(f"the engine serves {self.serving}; to be evaluated is {PolicyVersion.unpack(version)}")
 
     async def _unless_dead(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
         """Wait for the engine core's answer; raises `RunFailed` if the core dies, where vLLM would wait for ever or

@@ -19,23 +19,16 @@ from service.user_code import enter_user_folder
 
 
 async def evaluate_on(
-    engines: Sequence[Any],
-    name: str,
-    tasks_file: Path,
-    n_samples: int,
-    most: int | None = None,
-    version: int | None = None,
+    engines: Sequence[Any], name: str, tasks_file: Path, n_samples: int, most: int | None = None
 ) -> Evaluation:
     """Evaluate a set, or a sample of `most` prompts of it, on several generators or evaluators.
 
-    The prompts are split among the engines; the result summarizes all trajectories. `version`: the packed
-    `PolicyVersion` that the generators have to serve.
+    The prompts are split among the engines; the result summarizes all trajectories.
     """
     shards = [EvalShard(number, len(engines), most) for number in range(len(engines))]
-    of = () if version is None else (version,)
     played = await asyncio.gather(
         *(
-            call(engine.evaluate, name, str(tasks_file), n_samples, shard, *of, who="an engine", within=None)
+            call(engine.evaluate, name, str(tasks_file), n_samples, shard, who="an engine", within=None)
             for engine, shard in zip(engines, shards, strict=True)
         )
     )

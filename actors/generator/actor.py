@@ -219,10 +219,8 @@ class Generator(ImageHolder, Supervised):
 
     @property
     def _is_full(self) -> bool:
-        """Return whether the generator should not claim a group now, such as while its engine keeps weights for an
-        evaluation."""
-        keeps_weights = self._activity.is_evaluating and self._config.data.eval_mode == "beside"
-        return keeps_weights or self._groups >= self._limit.groups
+        """Return whether the generator should not claim a group now."""
+        return self._groups >= self._limit.groups
 
     async def _renew(self, incarnation: int, agents: AgentPlayer) -> None:
         """Tell the buffer which sessions are open, because a session may wait longer for its agent than the buffer
@@ -285,24 +283,18 @@ class Generator(ImageHolder, Supervised):
         self._metrics.count("baton_weight_sync_bytes_total", update.bytes)
         return update._asdict()
 
-    async def evaluate(
-        self, name: str, tasks_file: str, n_samples: int, shard: EvalShard, version: int | None = None
-    ) -> list[EvalTrajectory]:
+    async def evaluate(self, name: str, tasks_file: str, n_samples: int, shard: EvalShard) -> list[EvalTrajectory]:
         """Sample trajectories of one shard of an evaluation set; they are not submitted to the buffer.
 
         Raises:
-            RunFailed: at some time the engine served another version than `version` (a packed `PolicyVersion`).
+            RunFailed: the engine died.
             ProcessLost: this process has not been started.
         """
         self._set_up()
         concurrency = self._limit.groups * self._config.algorithm.n_samples_per_prompt
-        try:
-            with self._activity.evaluating():
-                check = partial(self._engine.check_serves, version)
-                file, temperature = Path(tasks_file), self._config.data.eval_temperature
-                return await play_shard(self._player, name, file, n_samples, shard, concurrency, temperature, check)
-        finally:
-            self._room.set()
+        file, temperature, check = Path(tasks_file), self._config.data.eval_temperature, self._engine.check_alive
+        with self._activity.evaluating():
+            return await play_shard(self._player, name, file, n_samples, shard, concurrency, temperature, check)
 
     async def status(self) -> dict[str, Any]:
         """Return the generator's state and its counts since the start."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from actors.calls import ACTOR_FAILED, call, in_a_line, may_be_dropped
 from actors.weights.node_images import NodeImages
@@ -18,16 +17,6 @@ from actors.weights.weight_source import PublishedWeights, TrainerLost, WeightSo
 from service.config import WeightsConfig
 from service.errors import RunFailed, WeightsGone
 from service.types import PolicyVersion
-
-
-class Kept(NamedTuple):
-    """Engines that keep a version of the weights for an evaluation, while other engines load newer ones."""
-
-    version: PolicyVersion
-    generators: dict[str, Any]
-    """The generators of these engines, by name."""
-    arriving: asyncio.Task[float] | None
-    """A task that ends when these engines have loaded the version; None: they have loaded it already."""
 
 
 class Delivery:
@@ -53,8 +42,6 @@ class Delivery:
         self._latest: PublishedWeights | None = None
         """The newest weights that were sent to the engines."""
         self._sync: asyncio.Task[float] | None = None
-        self._kept: dict[str, PolicyVersion] = {}
-        """The version that each evaluating engine keeps, by generator."""
 
     def register(self, name: str, node: str) -> None:
         """Note that a generator has started on the node `node`."""
@@ -102,21 +89,6 @@ class Delivery:
             may_be_dropped(self._sync)
             self._sync.cancel()
 
-    def keep(self, up: Mapping[str, Any], count: int) -> Kept | None:
-        """Let `count` of the engines `up` keep the newest weights until `release`. None: no weights were sent yet, or
-        no other engine would be left for training."""
-        if self._latest is None or len(up) <= count:
-            return None
-        kept = Kept(self._latest.version, dict(islice(up.items(), count)), self._sync)
-        self._kept |= dict.fromkeys(kept.generators, kept.version)
-        return kept
-
-    async def release(self, kept: Kept) -> None:
-        """Let the engines of `kept` load the newest weights again."""
-        for name in kept.generators:
-            del self._kept[name]
-        await asyncio.gather(*(self.update(name) for name in kept.generators))
-
     async def update(self, name: str) -> BaseException | None:
         """Update one engine; an engine that is down, or fails during the update, is updated after its restart.
 
@@ -126,7 +98,7 @@ class Delivery:
         if (lock := self._locks.get(name)) is None:
             return None  # it has left
         async with lock:
-            if self._latest is None or not self._takes(name):
+            if self._latest is None or not self._is_up(name):
                 return None
             weights = self._latest
             try:
@@ -145,16 +117,11 @@ class Delivery:
 
     async def _update_all(self, weights: PublishedWeights) -> float:
         start = time.monotonic()
-        up = [name for name in self._generators if self._takes(name)]
+        up = [name for name in self._generators if self._is_up(name)]
         by_memory = self._config.transport == "memory"
         async with self._images.spread(up if by_memory else (), weights):
             await asyncio.gather(*(self.update(name) for name in up))
         return time.monotonic() - start
-
-    def _takes(self, name: str) -> bool:
-        """Return whether an engine is up and does not keep older weights for an evaluation."""
-        latest = None if self._latest is None else self._latest.version
-        return self._is_up(name) and self._kept.get(name, latest) == latest
 
     async def _pull(self, name: str, weights: PublishedWeights) -> None:
         """Let an engine pull the weights; if the image of its node has vanished with its holder, try a new image.

@@ -116,18 +116,6 @@ def _evaluation(config: Config) -> Iterator[str]:
             f"data.eval_make_rows: the made set would take the place of data.eval.{MADE_SET}, which would never be "
             "played; give that one another name"
         )
-    if data.eval_mode == "beside" and not every:
-        yield (
-            "data.eval_mode: beside says how evaluations during training are done, but data.eval_every is 0, so there "
-            "are none; give the steps between two of them, or leave eval_mode out"
-        )
-    engines, evaluating = config.generator.min_engines, data.eval_engines
-    if every and data.eval_mode == "beside" and engines <= evaluating:
-        yield (
-            f"data.eval_mode: beside lets {evaluating} of at least {engines} engines evaluate, so none may be left to "
-            f"continue training; set generator.engines, or its min, to {evaluating + 1} or more, or "
-            "data.eval_mode=pause"
-        )
     yield from _best(config)
     if every % sync_every:
         yield (
@@ -144,11 +132,6 @@ def _best(config: Config) -> Iterator[str]:
     scores = [f"eval/{name}/avg_score" for name in sets] if data.eval_every else []
     if best not in scores:
         yield f"run.keep_best: {best} is not measured in training, only {', '.join(scores) or 'none'}; see data.eval"
-    if data.eval_mode == "beside":
-        yield (
-            "run.keep_best: with data.eval_mode=beside the trainer has trained on by the time that a score is known; "
-            "use pause"
-        )
 
 
 def _agents(config: Config) -> Iterator[str]:

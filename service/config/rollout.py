@@ -94,11 +94,6 @@ class DataConfig(Section):
     """Number of synthetic rows that the environment makes for an evaluation set with the name `made`."""
     eval_every: NotNegative = 0
     """Optimizer steps from one evaluation to the next; 0: no evaluations during training."""
-    eval_mode: Literal["pause", "beside"] = "pause"
-    """`pause`: training waits during an evaluation; `beside`: training continues while `eval_engines` engines keep the
-    evaluated weights. After the last step, or if too few engines are running, training always waits."""
-    eval_engines: Count = 1
-    """For `eval_mode: beside`: number of engines that evaluate; they claim no groups until the evaluation has ended."""
     eval_samples: Count = 1
     """Number of trajectories for each evaluation prompt."""
     eval_rows: Positive | None = 512

@@ -400,7 +400,7 @@ STEP_KEYS: dict[str, str] = {
     ),
     "timing/since_start": "Seconds for which the run has run, its start and its earlier processes included.",
     "timing/eval": "Seconds of the evaluation that ended with this step.",
-    "eval/step": "Step whose weights were evaluated; with `data.eval_mode: beside` an earlier one than the line's.",
+    "eval/step": "Step whose weights were evaluated.",
     "eval/<set>/avg_score": "Mean return over the evaluation set.",
     "eval/<set>/pass_at_<k>": "Chance that one of `<k>` samples of a prompt has a positive return.",
     "eval/<set>/avg_turns": "Mean turns of an evaluated trajectory.",

@@ -336,9 +336,9 @@ class Plan:
         return update(transport, sent * self._shape.width, self.device, nodes, senders, gpus)
 
     def _evaluation(self, sampling: float) -> float:
-        """Seconds per optimizer step for which evaluations pause training; 0 for evaluations beside training."""
+        """Seconds per optimizer step for which evaluations pause training."""
         data = self.settings.data
-        if not data.eval_every or data.eval_mode == "beside":
+        if not data.eval_every:
             return 0.0
         rows = data.eval_make_rows or data.eval_rows or EVALUATED_ROWS
         return sampling * rows * data.eval_samples / self._trajectories / data.eval_every

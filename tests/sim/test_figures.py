@@ -100,27 +100,6 @@ def test_a_run_goes_on_though_the_number_of_evaluation_rows_is_unknown() -> None
     assert simulated(settings, Scenario(steps=6, median_tokens=16), seed=0).steps_per_second > 0
 
 
-def test_evaluation_beside_training_costs_at_most_the_share_of_the_engines_that_evaluate() -> None:
-    many = ("generator.concurrent_groups=64", "trainer.mini_batch_size=16", "algorithm.n_samples_per_prompt=4")
-    evaluates = ("data.eval_every=8", "data.eval_make_rows=32", "data.eval_rows=32")
-    scenario, generators = Scenario(generators=8, steps=64, trainer_seconds=0.1), 8
-
-    def steps_per_second(*settings: str) -> float:
-        world = World(config(*many, *settings), scenario, seed=0)
-        world.run()
-        evaluated = [step for step, _ in world.trainer.evaluated]
-        assert evaluated[:3] == ([8, 16, 24] if settings else []), "each in its turn"
-        share = sum(seconds for _, seconds in world.trainer.evaluated) / world.loop.now
-        print(f"{share:.2f} of the time is evaluated")
-        assert not settings or share > 0.2, "much of the time somebody evaluates"
-        return scenario.steps / world.measured.committed_at[scenario.steps - 1]
-
-    alone = steps_per_second()
-    beside = steps_per_second(*evaluates, "data.eval_mode=beside", f"generator.engines={generators}")
-    assert beside >= (1 - 1 / generators) * alone
-    assert steps_per_second(*evaluates) < alone, "training waits"
-
-
 def test_an_evaluation_that_takes_longer_than_any_step_is_no_hang() -> None:
     evaluates = config(*SMALL, "data.eval_every=2", "data.eval_make_rows=512", "generator.max_generate_length=64")
     world = World(evaluates, Scenario(generators=1, sigma=0.0, steps=4, token_seconds=3.0), seed=0)

@@ -106,8 +106,7 @@ class SimulatedTrainer(Client):
         return True
 
     def _evaluate(self, step: int) -> Generator[Waiting, Any, None]:
-        """Evaluate every `data.eval_every` optimizer steps: on all engines while training waits, or on some engines
-        while training continues."""
+        """Evaluate every `data.eval_every` optimizer steps, on all engines while training waits."""
         data, evaluators = self._settings.data, self._evaluators
         if not data.eval_every or step % data.eval_every or self._evaluating:
             return
@@ -123,15 +122,11 @@ class SimulatedTrainer(Client):
             for generator in evaluators:
                 generator.evaluate(self.evaluation_share, ended)
 
-        if data.eval_mode == "beside":
-            begin(lambda _: None)
-        else:
-            yield begin
+        yield begin
 
     @property
     def _evaluators(self) -> Sequence[SimulatedGenerator]:
-        data = self._settings.data
-        return self._generators[: data.eval_engines] if data.eval_mode == "beside" else self._generators
+        return self._generators
 
     @property
     def evaluation_share(self) -> int:

@@ -82,7 +82,8 @@ def test_every_engine_of_an_evaluation_is_made_and_scores_its_shard(
         learner.save(checkpoints.begin(3) / TRAINER)
         checkpoints.finish(3, 0)
         target = checkpoints.path(3)
-    _, evaluations = command.evaluate(config, eval_target(target), lambda line: None)
+    with command.prepared_evaluation(config, eval_target(target), lambda line: None) as prepared:
+        evaluations = command.evaluate(prepared, lambda line: None)
     (files,) = checked
     folders = {path.parent for path in map(Path, files.sizes) if path.name == "config.json"}
     assert len(folders) == 1 and (folders == {model}) != of_checkpoint, "engines of other nodes have another folder"

@@ -25,7 +25,7 @@ from actors.generator.outbox import Outbox
 from actors.weights.memory import PAGE, OpenMemory
 from baton.examples import lookup
 from service.agents.sessions import session_key
-from service.config import Config, load_config
+from service.config import Config
 from service.config.core_settings import message_limits
 from service.errors import ProcessLost, RunFailed, WeightsGone
 from service.evaluation.scores import EvalShard
@@ -75,8 +75,8 @@ class AnsweringEngine(FakeEngine):
     def _death(self) -> RunFailed | None:
         return None
 
-    def check_serves(self, version: int | None) -> None:
-        VllmEngine.check_serves(self, version)  # type: ignore[arg-type]
+    def check_alive(self) -> None:
+        VllmEngine.check_alive(self)  # type: ignore[arg-type]
 
     def measure(self, metrics: Metrics) -> None:
         VllmEngine.measure(self, metrics)  # type: ignore[arg-type]
@@ -308,51 +308,6 @@ async def test_a_generator_that_leaves_plays_on_for_its_grace_then_hands_over_an
         await generator.leave(0.01)
         await running
     assert left == [("g", 1, "leaves")] and buffer.groups == []
-
-
-async def test_an_engine_that_evaluates_beside_training_claims_nothing_until_it_is_done(
-    generator: Generator, tmp_path: Path
-) -> None:
-    beside = ["data.eval_mode=beside", "data.eval_temperature=0.5", "generator.engines=2", "data.train=train.jsonl"]
-    generator._config = load_config([], beside)
-    buffer = FakeBuffer(Assignment(0, "lookup-0-0", 0, (0,), (0,)))
-    engine, go_on, sampling = join(generator, generator._config, tmp_path, buffer), asyncio.Event(), asyncio.Event()
-    generate, temperatures = engine.generate, list[float]()
-
-    async def waits(*arguments: Any) -> Generation:
-        temperatures.append(arguments[1].temperature)
-        sampling.set()
-        await go_on.wait()
-        return await generate(*arguments)
-
-    engine.generate = waits  # type: ignore[method-assign]
-    rows = str(tmp_path / "train.jsonl")
-    evaluating = asyncio.create_task(generator.evaluate("dev", rows, 1, EvalShard(), engine.serving.pack()))
-    async with asyncio.timeout(60):
-        await sampling.wait()
-        running = asyncio.create_task(generator.run())
-        await asyncio.sleep(0.05)
-        assert len(buffer.answers) == 2, "nothing was claimed"
-        go_on.set()
-        assert len(await evaluating) == 2
-        await running
-    assert buffer.answers == [] and (temperatures[0], temperatures[-1]) == (0.5, 1.0)
-
-
-async def test_weights_other_than_those_to_be_evaluated_end_an_evaluation(generator: Generator, tmp_path: Path) -> None:
-    engine = join(generator, Config(), tmp_path, FakeBuffer())
-    rows, older = str(tmp_path / "train.jsonl"), PolicyVersion(1, 1)
-    with pytest.raises(RunFailed, match=r"serves 1:2; to be evaluated is 1:1"):
-        await generator.evaluate("dev", rows, 1, EvalShard(), older.pack())
-    generate, version = engine.generate, engine.serving.pack()
-
-    async def updated(*arguments: Any) -> Generation:
-        engine.serving = PolicyVersion(1, 3)
-        return await generate(*arguments)
-
-    engine.generate = updated  # type: ignore[method-assign]
-    with pytest.raises(RunFailed, match=r"serves 1:3"):
-        await generator.evaluate("dev", rows, 1, EvalShard(), version)
 
 
 class Swallows:

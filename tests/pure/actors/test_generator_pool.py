@@ -321,38 +321,6 @@ async def test_a_generator_that_starts_again_is_down() -> None:
     running.cancel()
 
 
-@pytest.mark.parametrize("transport", ["memory", "ipc"])
-async def test_an_engine_that_evaluates_keeps_its_weights_until_it_is_let_go_on_and_nobody_waits_for_it(
-    transport: str,
-) -> None:
-    world = await World(transport).started()
-    assert world.pool.weights.keep(world.pool.up(), 1) is None, "there are no weights yet"
-    await world.publish(1)
-    kept = world.pool.weights.keep(world.pool.up(), 1)
-    assert kept is not None and list(kept.generators) == ["generator-0"] and kept.version == PolicyVersion(1, 1)
-    assert world.pool.weights.keep(world.pool.up(), 2) is None, "nobody would go on"
-    for step in (2, 3):
-        world.trainer.newest = PolicyVersion(1, step)
-        (took,) = [line for line in await world.publish(step) if "takes" in line]
-        assert took.startswith(f"generator-1 takes 1:{step}")
-    world.said.clear()
-    await world.pool.weights.release(kept)
-    (took,) = [line for line in world.said if "takes" in line]
-    assert took.startswith("generator-0 takes 1:3")
-    assert len([line for line in await world.publish(3) if "takes" in line]) == 2
-
-
-async def test_an_engine_keeps_weights_that_are_still_on_their_way_to_it() -> None:
-    world = await World("memory").started()
-    world.generators[0].loading.clear()
-    await world.pool.weights.publish(published(1))
-    kept = world.pool.weights.keep(world.pool.up(), 1)
-    assert kept is not None and kept.arriving is not None
-    world.generators[0].loading.set()
-    await kept.arriving
-    assert [line for line in world.said if line.startswith("generator-0 takes 1:1")]
-
-
 async def test_weights_that_nobody_takes_in_time_end_the_run() -> None:
     world = await World("memory", sync_deadline=0.05).started()
     world.generators[0].loading.clear()

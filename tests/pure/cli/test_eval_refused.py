@@ -227,9 +227,9 @@ def test_an_evaluation_takes_nothing_that_its_run_may_still_hold() -> None:
 
 
 def test_a_result_is_replaced_at_once(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.driver.evaluate_model.evaluate", lambda *arguments: (run / "final", []))
+    monkeypatch.setattr("actors.driver.evaluate_model.evaluate", lambda *arguments: [])
     output = tmp_path / "o.json"
-    empty = {"path": str(run), "weights": str(run / "final"), "sets": []}
+    empty = {"path": str(run), "weights": str(run / "checkpoints" / "step_40"), "sets": []}
     for _ in range(2):
         assert main(["eval", str(run), "--output", str(output)]) == 0
         assert json.loads(output.read_text()) == empty
@@ -239,8 +239,8 @@ def test_a_result_is_replaced_at_once(run: Path, tmp_path: Path, monkeypatch: py
 def test_an_output_that_is_no_plain_file_is_written_through_and_stays(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.driver.evaluate_model.evaluate", lambda *arguments: (run / "final", []))
-    empty = {"path": str(run), "weights": str(run / "final"), "sets": []}
+    monkeypatch.setattr("actors.driver.evaluate_model.evaluate", lambda *arguments: [])
+    empty = {"path": str(run), "weights": str(run / "checkpoints" / "step_40"), "sets": []}
     link, pipe, target = tmp_path / "link", tmp_path / "pipe", tmp_path / "target.json"
     link.symlink_to(target)
     target.touch()

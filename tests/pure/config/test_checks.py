@@ -11,8 +11,7 @@ from service.handoff.batches.advantages import ESTIMATORS, GROUP_ESTIMATORS
 
 QUICKSTART = Path("configs/quickstart.yaml")
 AGENT = ["env.name=agent", "env.command=[codex]"]
-BESIDE = ["data.eval_mode=beside", "generator.engines=2"]
-SHORT = {"AGENT": AGENT, "BESIDE": BESIDE, "TEACHER": ["algorithm.teacher={}", "scorers.t={kind: teacher, model: /m}"]}
+SHORT = {"AGENT": AGENT, "TEACHER": ["algorithm.teacher={}", "scorers.t={kind: teacher, model: /m}"]}
 
 
 REFUSED = r"""
@@ -21,7 +20,6 @@ run.max_steps  run.max_steps=1e23
 run.max_steps  run.max_steps=2147483648
 run.dir  run.dir=~nobody-of-this-name/runs
 generator.engines  weights.transport=ipc & generator.engines={min: 1, max: 2}
-data.eval_mode  data.eval_every=4 & data.eval_make_rows=8 & data.eval_mode=beside & generator.engines={min: 1, max: 3}
 generator.engines  generator.engines={min: 3, max: 2}
 generator.engines  weights.transport=ipc & generator.engines=3
 generator.kv_cache_bytes  weights.transport=ipc & generator.kv_cache_bytes=null
@@ -81,10 +79,8 @@ model.make.num_kv_heads  model.make.num_kv_heads=3
 trainer.ranks  trainer.ranks=129
 roles.aux  roles={aux: {}}
 roles.main  roles={main: {mode: judge}}
-data.eval_mode  data.eval_mode=beside & generator.engines=2
 run.keep_best  run.keep_best=eval/made/avg_score
 run.keep_best  run.keep_best=eval/other/avg_score & data.eval_every=4 & data.eval_make_rows=8
-run.keep_best  run.keep_best=eval/made/avg_score & BESIDE & data.eval_every=4 & data.eval_make_rows=8
 roles.v  roles={v: {mode: frozen}}
 roles.v  roles={v: {mode: judge, model: m}}
 roles.v  roles={v: {mode: frozen, model: m, key_file: k}}
