@@ -63,7 +63,7 @@ test-fast: dev ## only the quick tests, which need neither Ray nor vLLM (one to 
 	@$(PYTEST) -m "not slow and not full" -n logical --maxprocesses 8 --dist worksteal tests/pure
 test-edges: dev servers ## documentation, deployment files, Prometheus, pages in a browser; .ci/run calls it if they changed
 	@$(PYTEST) -m "not full" $(EDGES)
-test-slurm: dev servers ## a job of `baton slurm` on a real Slurm, as root; .ci/run calls it if the job's script changed
+test-slurm: dev servers ## deploy/slurm/train.sbatch on a real Slurm, as root; .ci/run calls it if that file changed
 	@$(PYTEST) tests/hosts/test_slurm.py -k one_command
 test-full: dev servers ## all tests that run on CPU, except test-chaos
 	@$(PYTEST) --hypothesis-profile=fresh $(AT_ONCE)

@@ -3,8 +3,8 @@
     python -m benchmarks.weights_hosts [--millions 50] [--mbit 100] [--ranks 1]
 
 Hosts are namespaces on this machine (Linux and root, see tests/hosts). Ranks, each on its own host, and the hosts'
-images work as in a run, without models and engines. `at once` is what Ray does by itself: every host fetches one object
-with all weights of one rank. `nixl`, where it is installed: hosts read from the ranks and from hosts that have all.
+images work as in a run, without models and engines. `ray`: hosts fetch buckets of the ranks' parts as Ray objects.
+`nixl`, where it is installed: hosts read from the ranks.
 """
 
 from __future__ import annotations
@@ -64,10 +64,6 @@ class Rank(TrainerRank):
         del copies
         return seconds
 
-    def whole(self) -> Any:
-        """All weights as one object."""
-        return torch.cat([tensor.view(-1) for tensor in self._made.values()]).view(torch.uint8).numpy()
-
 
 class Holder(ImageHolder):
     """The generator of a host, without an engine."""
@@ -75,10 +71,6 @@ class Holder(ImageHolder):
     def __init__(self) -> None:
         super().__init__()
         nixl_reads.RDMA_CARDS = Path("/sys")
-
-    async def fetched(self, data: Any) -> int:
-        """Return the bytes of an object, once it has arrived."""
-        return len(data)
 
 
 class World:
@@ -107,7 +99,7 @@ class World:
             self.files.register(name, nodes[number])
         self._step = 0
 
-    async def chain(self, hosts: int) -> float:
+    async def by_ray(self, hosts: int) -> float:
         """The same as `publish` without NIXL."""
         self.files._failures = MAX_FAILURES
         return await self.publish(hosts)
@@ -136,14 +128,6 @@ class World:
             await asyncio.gather(*map(taken, names))
             return time.monotonic() - start
 
-    async def at_once(self, hosts: int) -> float:
-        """The same, but each host fetches all weights as one object, from any node that Ray chooses."""
-        whole = self.ranks[0].whole.remote()
-        await asyncio.to_thread(ray.wait, [whole], fetch_local=False)
-        start = time.monotonic()
-        await asyncio.gather(*(holder.fetched.remote(whole) for holder in [*self.holders.values()][:hosts]))
-        return time.monotonic() - start
-
     def end(self) -> None:
         """End the actors."""
         for actor in (*self.ranks, *self.holders.values()):
@@ -153,11 +137,9 @@ class World:
 async def measure(millions: float, n_ranks: int) -> None:
     """Measure inside the first host; prints each figure as soon as it is known."""
     world = World(millions, n_ranks)
-    ways: dict[str, Callable[[int], Coroutine[Any, Any, float]]] = {"chain": world.chain}
+    ways: dict[str, Callable[[int], Coroutine[Any, Any, float]]] = {"ray": world.by_ray}
     if importlib.util.find_spec("nixl") is not None:
         ways["nixl"] = world.nixl
-    if n_ranks == 1:
-        ways["at once"] = world.at_once
     for way, send in ways.items():
         one, all_hosts = await send(1), await send(HOSTS)
         print(f"{way}: 1 host {one:.1f} s, {HOSTS} hosts {all_hosts:.1f} s, ratio {all_hosts / one:.2f}", flush=True)

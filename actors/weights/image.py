@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from threading import Lock
 
-import ray
-
 from actors.weights.memory import NO_VERSION, WeightMemory
 from actors.weights.nixl_reads import NixlAgent, ReadFailed, RemoteMemory
 from actors.weights.part import Source, WeightBucket
@@ -64,14 +62,11 @@ class Image:
             if not self._missing:
                 self.memory.mark(self._version)
 
-    def read(
-        self, agent: NixlAgent, sources: Sequence[Source], remotes: Sequence[RemoteMemory], within: float
-    ) -> RemoteMemory:
-        """Read all parts from other processes with NIXL, then let other hosts read the image. Raises `ReadFailed` if a
-        read fails, or takes more than `within` seconds."""
+    def read(self, agent: NixlAgent, sources: Sequence[Source], remotes: Sequence[RemoteMemory], within: float) -> None:
+        """Read all parts from other processes with NIXL. Raises `ReadFailed` if a read fails, or takes more than
+        `within` seconds."""
         agent.read(self._version, sources, remotes, self.memory, within)
         self.memory.mark(self._version)
-        return agent.share(self.memory)
 
     def release(self) -> WeightMemory:
         """Wait for a write in progress, refuse later writes, and return the memory, which another image may use.
@@ -115,11 +110,10 @@ class ImageHolder:
 
     async def read_image(
         self, number: int, version: int, sources: Sequence[Source], remotes: Sequence[RemoteMemory], within: float
-    ) -> tuple[str, RemoteMemory] | str:
+    ) -> tuple[str | None, str]:
         """Hold an image as `hold_image` does, and fill it from other hosts within `within` seconds.
 
-        Returns the image's path, and the memory from which other hosts read the image. If the read fails, returns the
-        reason, and no image is held.
+        Returns the image's path and an empty text; if the read fails, None and the reason, and no image is held.
         """
         try:
             return await self._read_image(number, version, sources, remotes, within)
@@ -128,23 +122,23 @@ class ImageHolder:
 
     async def _read_image(
         self, number: int, version: int, sources: Sequence[Source], remotes: Sequence[RemoteMemory], within: float
-    ) -> tuple[str, RemoteMemory] | str:
+    ) -> tuple[str | None, str]:
         async with self._reading:
             n_bytes = sum(source.part.n_bytes for source in sources)
             image = Image(version, n_bytes, self._spare_of(n_bytes))
             try:
                 self._agent = self._agent or NixlAgent()
-                remote = await asyncio.to_thread(image.read, self._agent, sources, remotes, within)
+                await asyncio.to_thread(image.read, self._agent, sources, remotes, within)
             except ReadFailed as failed:
                 # A read that is still in progress ends with the agent, and its memory is not used again.
                 self._agent = None
                 image.close()
-                return str(failed)
+                return None, str(failed)
             if number in self._released or number in self._images:  # the driver did not wait for it
                 self._keep(image.memory)
-                return "the image was read too late"
+                return None, "the image was read too late"
             self._images[number] = image
-            return image.path, remote
+            return image.path, ""
 
     def _spare_of(self, n_bytes: int) -> WeightMemory | None:
         """Return spare memory of this size; memory of another size is freed."""
@@ -154,12 +148,8 @@ class ImageHolder:
                 self._spare.pop().close()
         return self._spare.pop() if self._spare else None
 
-    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
-    async def write_image(
-        self, number: int, bucket: WeightBucket, message: WeightBytes, passes_on: bool
-    ) -> tuple[WeightBytes | None, None]:
-        """Write a bucket into an image; returns the bytes to pass on to the next node (None if `passes_on` is false),
-        and a second None, which acknowledges the write.
+    async def write_image(self, number: int, bucket: WeightBucket, message: WeightBytes) -> None:
+        """Write a bucket into an image.
 
         Raises:
             WeightsGone: there is no such image any more.
@@ -168,7 +158,6 @@ class ImageHolder:
         if (image := self._images.get(number)) is None:
             raise WeightsGone("these weights are not held any more")
         await asyncio.to_thread(image.write, bucket, message)
-        return message if passes_on else None, None
 
     async def release_image(self, number: int) -> None:
         """Hold an image no longer, and keep its memory for a later image. If an earlier process of this generator held

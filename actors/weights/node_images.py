@@ -4,8 +4,8 @@ the node, otherwise from the node's image, which one generator fills for all eng
     node A   generator-0  fills /proc/71/fd/40#7 <- ranks              generator-1  loads it          (`#7`: inode 7)
     node B   generator-2  fills /proc/35/fd/40#9 <- ranks or node A    generator-3  loads it
 
-With NIXL the generators read from the memory of the ranks and of other generators (`nixl_reads.py`); without it buckets
-go from node to node through Ray's object store (`chain.py`).
+With NIXL the generator reads from the memory of the ranks (`nixl_reads.py`); without it the ranks' parts come as Ray
+objects, in buckets of bounded size.
 
 An image is a file without a name: it disappears when the process that made it has ended, and when no other process has
 it open.
@@ -17,20 +17,50 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from actors.calls import ACTOR_FAILED, call
-from actors.weights.chain import TRIES, NodeImage, Replaced, WeightChain
+from actors.calls import ACTOR_FAILED, call, first_error
 from actors.weights.nixl_reads import RemoteMemory
-from actors.weights.part import Source, WeightPart
+from actors.weights.part import Source, WeightBucket, WeightPart
 from actors.weights.weight_source import PublishedWeights, WeightSource
-from service.errors import Starved
+from service.errors import BatonError, Starved
 
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 2
 """After this many successive publications that could not be read with NIXL, NIXL is not tried any more."""
+TRIES = 3
+"""The maximum wait for the answer to one call is `weights.sync_deadline` divided by this number."""
+BUCKET_BYTES = 64 << 20
+"""Maximum size of a bucket."""
+AT_ONCE = 2
+"""Maximum number of buckets in flight: one that is arriving and one that was requested."""
+
+
+class Replaced(BatonError):
+    """The trainer has newer weights, which are about to be published."""
+
+
+@dataclass(eq=False)
+class NodeImage:
+    """What the driver knows about a node's copy of one version of the weights."""
+
+    weights: PublishedWeights
+    holder: str
+    """Name of the generator that writes and holds the image."""
+    generator: Any
+    """The actor of the generator `holder`; kept even after the generator has left."""
+    number: int
+    users: int = 1
+    path: str | None = None
+    """The path from which engines load the image. If it is None after `arrived` was set, and there is no `error`, then
+    there are newer weights."""
+    error: BaseException | None = None
+    """The error because of which the node does not have the weights; None if there was no error."""
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the image is complete, or when it is clear that the image will not become complete."""
 
 
 class NodeImages:
@@ -67,8 +97,8 @@ class NodeImages:
 
     @asynccontextmanager
     async def spread(self, names: Sequence[str], weights: PublishedWeights) -> AsyncIterator[None]:
-        """Begin to send weights, from node to node, to the nodes of these generators, except a node with all ranks. The
-        nodes' images of these weights are held until the `with` block ends."""
+        """Begin to send weights to the nodes of these generators, except a node with all ranks. The nodes' images of
+        these weights are held until the `with` block ends."""
         lacking = [name for name in reversed(names) if not self._is_beside(name, weights)]
         one_a_node = {self._node_of[name]: name for name in lacking}
         all_held = self._begin(list(one_a_node.values()), weights)
@@ -131,21 +161,12 @@ class NodeImages:
             task.add_done_callback(self._under_way.discard)
         return begun
 
-    def _way(self, images: Sequence[NodeImage], node: str) -> list[NodeImage]:
-        """Return these images in the order of a ring, beginning with the image on the rank's own node `node`, which
-        needs no network link."""
-        nodes = [self._node_of[image.holder] for image in images]
-        at = nodes.index(node) if node in nodes else 0
-        return [*images[at:], *images[:at]]
-
     async def _send(self, weights: PublishedWeights, begun: Sequence[NodeImage]) -> None:
         """Copy the weights into these images, one on each node."""
         try:
-            unread = await self._read(weights, begun)
-            if unread:
-                ways = [self._way(unread, node) for node in self._trainer.nodes]
-                await WeightChain(self._trainer, weights, ways, self._deadline).send()
-                self._sent(sum(weights.sizes))
+            if unread := await self._read(weights, begun):
+                await self._send_buckets(weights, unread)
+            self._sent(sum(weights.sizes) * sum(held.error is None for held in begun))
         except Replaced:
             for held in begun:
                 held.path = None
@@ -160,23 +181,14 @@ class NodeImages:
         await asyncio.gather(*(self._release(held) for held in unused))
 
     async def _read(self, weights: PublishedWeights, begun: Sequence[NodeImage]) -> list[NodeImage]:
-        """Let generators read images with NIXL, from the ranks and from images that are complete; returns the images
-        that have to be sent.
-
-            round 1   ranks -> A      round 2   ranks -> B, A -> C      round 3   ranks -> D, A -> E, B -> F, C -> G
-        """
+        """Let generators read images from the ranks with NIXL; returns the images that have to be sent."""
         if self._failures >= MAX_FAILURES:
             return [*begun]
         answers = await self._trainer.remotes()
         reasons = {why for remote, why in answers if remote is None}
-        waiting, givers = [*begun], [(weights.sources, [remote for remote, _ in answers if remote is not None])]
-        while waiting and not reasons:
-            readers, waiting = waiting[: len(givers)], waiting[len(givers) :]
-            await asyncio.gather(*map(self._read_one, readers, givers))
-            if readers[0].remote is not None:
-                self._sent(sum(weights.sizes))
-            reasons = {held.unread for held in readers if held.unread}
-            givers += [((_whole(held),), [held.remote]) for held in readers if held.remote is not None]
+        if not reasons:
+            remotes = [remote for remote, _ in answers if remote is not None]
+            reasons = {*await asyncio.gather(*(self._read_one(held, remotes) for held in begun))} - {""}
         self._failures = self._failures + 1 if reasons else 0
         way = "through Ray's object store: " + "; ".join(sorted(reasons)) if reasons else "with NIXL"
         if way != self._said:
@@ -184,22 +196,53 @@ class NodeImages:
             self._said = way
         return [held for held in begun if held.path is None and held.error is None]
 
-    async def _read_one(self, held: NodeImage, giver: tuple[Sequence[Source], Sequence[RemoteMemory]]) -> None:
-        """Let a generator read an image; the path of `held` stays None if that fails."""
+    async def _read_one(self, held: NodeImage, remotes: Sequence[RemoteMemory]) -> str:
+        """Let a generator read an image; returns the reason if NIXL fails."""
         within = self._deadline / TRIES
-        arguments = held.number, held.weights.version.pack(), *giver, within
+        arguments = held.number, held.weights.version.pack(), held.weights.sources, remotes, within
         try:
-            found = await call(held.generator.read_image, *arguments, who=held.holder, within=2 * within)
+            read = await call(held.generator.read_image, *arguments, who=held.holder, within=2 * within)
+            held.path, reason = read
         except Starved as late:  # NIXL itself may hang, in a thread of the generator
-            held.unread = str(late)
-            return
+            return str(late)
         except ACTOR_FAILED as error:
             held.error = error
-            return
-        if isinstance(found, str):
-            held.unread = found
-        else:
-            held.path, held.remote = found
+            return ""
+        return str(reason)
+
+    async def _send_buckets(self, weights: PublishedWeights, images: Sequence[NodeImage]) -> None:
+        """Send the ranks' parts to generators, which fetch each bucket as an object of Ray and write it into their
+        images. The `error` of an image is set if its generator fails.
+
+        Raises:
+            Replaced: the trainer has newer weights.
+            TrainerLost: a rank does not answer.
+        """
+        at_once, within = asyncio.Semaphore(AT_ONCE), self._deadline / TRIES
+
+        async def write(held: NodeImage, bucket: WeightBucket, message: Any) -> None:
+            try:
+                if held.path is None:
+                    of = held.number, weights.version.pack(), sum(weights.sizes)
+                    held.path = await call(held.generator.hold_image, *of, who=held.holder, within=within)
+                await call(held.generator.write_image, held.number, bucket, message, who=held.holder, within=within)
+            except ACTOR_FAILED as error:
+                held.error = error
+
+        async def send(rank: int, start: int, stop: int) -> None:
+            async with at_once:
+                found = await self._trainer.bucket(weights.version, rank, start, stop)
+                if found is None:
+                    raise Replaced(f"newer weights than those of version {weights.version} are about to be published")
+                await asyncio.gather(*(write(held, *found) for held in images if held.error is None))
+
+        try:
+            async with asyncio.TaskGroup() as sending:
+                for rank, n_bytes in enumerate(weights.sizes):
+                    for start in range(0, n_bytes, BUCKET_BYTES):
+                        sending.create_task(send(rank, start, min(start + BUCKET_BYTES, n_bytes)))
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
 
     async def _let_go(self, held: NodeImage) -> None:
         held.users -= 1

@@ -31,7 +31,6 @@ examples:
   baton run --config configs/quickstart.yaml trainer.lr=1e-4 run.seed=1
   baton run --config base.yaml --config mine.yaml        # the second file is merged over the first
   baton sft model.path=MODEL data.train=mine.jsonl       # supervised training, before RL
-  baton slurm --config mine.yaml -- --nodes 4            # the same on nodes of a Slurm cluster
   baton eval runs/quickstart data.eval_make_rows=200     # evaluates a run, a checkpoint or a model
   baton config validate --config mine.yaml               # reports mistakes, starts nothing
   baton models check MODEL                               # whether its family is trained rightly, and what fails
@@ -69,7 +68,6 @@ COMMANDS = (
     Command("sft", "train a model on conversations, before RL", "service.cli.sft", True),
     Command("eval", "evaluate a model, a run or a checkpoint", "service.cli.evaluate", True),
     Command("export", "write the weights of a run or a checkpoint as a Hugging Face folder", "service.cli.export"),
-    Command("slurm", "run a training as a job on a Slurm cluster", "service.cli.slurm", True),
     Command("config", "show or check a configuration, or print its schema", "service.cli.configuration"),
     Command("models", "check that a model's family is trained rightly", "service.cli.models"),
     Command("status", "what a run is doing now, or how it ended", "service.cli.status"),

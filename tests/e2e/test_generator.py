@@ -90,7 +90,7 @@ class Road:
         data = save(weights)
         octets, number = np.frombuffer(data, np.uint8), version.step
         path = ray.get(self.generator.hold_image.remote(number, version.pack(), len(data)))
-        ray.get(self.generator.write_image.remote(number, bucket_of(octets), octets, False))
+        ray.get(self.generator.write_image.remote(number, bucket_of(octets), octets))
         update: dict[str, float] = ray.get(self.generator.update_weights.remote(version.pack(), at(path, len(data)), 0))
         ray.get(self.generator.release_image.remote(number))
         return update

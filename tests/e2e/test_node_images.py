@@ -1,4 +1,4 @@
-"""New weights reach a node once, from rank 0 or the node before; all engines of the node map one image."""
+"""New weights reach a node once, from the ranks; all engines of the node map one image."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_node_receives_new_weights_once_and_all_of_its_engines_map_that_image(
         assert first == second, "two engines of a node load one image"
         assert first[0] != other[0]
         assert {content for _, content in (first, second, other)} == {rank_0.data}
-        assert rank_0.given == step * len(rank_0.data), "rank 0 gave one copy, for two nodes"
+        assert rank_0.given == step * len(rank_0.data), "rank 0 gave one copy to Ray, for two nodes"
         counts = ray.get([holder.counts.remote() for holder in holders.values()])
         assert counts == [(step, 0), (0, 0), (step, 0)], "each node's first generator wrote, and gave it back"
 

@@ -41,7 +41,6 @@ SelectTypeParameters=CR_Core
 JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
 SlurmdTimeout={silent}
-KillWait={kill_wait}
 SchedulerParameters=sched_interval=2,bf_interval=2
 """
 NODE = "NodeName={name} NodeAddr={address} NodeHostname={name} CPUs={cpus} RealMemory=4000 State=UNKNOWN\n"
@@ -49,8 +48,6 @@ PARTITION = "PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State
 CGROUPS = "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nCgroupAutomount=no\n"
 SILENT_SECONDS = 30
 """After which Slurm takes a node for dead."""
-KILL_WAIT_SECONDS = 90
-"""From scancel's SIGTERM to its SIGKILL: more than Slurm's 30, for a loaded machine."""
 CREDENTIAL_SECONDS = 20
 """Slurm starts a requeued job no earlier than this after it was requeued; 120 if nothing is set."""
 CALL_SECONDS = 120.0
@@ -81,7 +78,7 @@ class Slurm:
         (folder / "munge.key").write_bytes(secrets.token_bytes(1024))
         (folder / "munge.key").chmod(0o400)
         settings = {"controller": self.controller, "folder": folder, "credentials": CREDENTIAL_SECONDS}
-        text = CONF.format(**settings, silent=SILENT_SECONDS, kill_wait=KILL_WAIT_SECONDS)
+        text = CONF.format(**settings, silent=SILENT_SECONDS)
         for name in self.nodes:
             text += NODE.format(name=name, address=bed.addresses[name], cpus=bed.hosts[name].cpus)
         (folder / "slurm.conf").write_text(text + PARTITION.format(names=",".join(self.nodes)))
@@ -140,10 +137,10 @@ class Slurm:
             raise OSError(f"{' '.join(command)} ended with {process.returncode}: {said}")
         return str(said)
 
-    def state(self, job: str) -> str:
-        """The state of a job, such as RUNNING; COMPLETED, CANCELLED or FAILED when it has ended."""
+    def shown(self, job: str, field: str) -> str:
+        """What Slurm shows of a job, such as its `JobState`."""
         words = self.call("scontrol", "show", "job", job).split()
-        return next(word.partition("=")[2] for word in words if word.startswith("JobState="))
+        return next(word.partition("=")[2] for word in words if word.startswith(f"{field}="))
 
     def close(self) -> None:
         """Close the bed, with which the daemons end, and remove the cgroups that Slurm leaves."""

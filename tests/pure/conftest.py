@@ -19,7 +19,6 @@ SLOW = [
     "cli/test_cli",
     "cli/test_eval_refused",
     "cli/test_phases",
-    "cli/test_slurm",
     "cli/test_stopped_early",
     "config/test_sized_recipes",
     "gpu/test_make_gpu",

@@ -55,23 +55,6 @@ class Method:
         return asyncio.ensure_future(self._function(*arguments))
 
 
-class Stores:
-    """Something with `remote`, as an actor's method has it whose data stay in Ray's object store."""
-
-    def __init__(self, function: Callable[..., Coroutine[Any, Any, tuple[Any, Any]]]) -> None:
-        self._function = function
-
-    def remote(self, *arguments: Any) -> tuple[Awaitable[Any], Awaitable[Any]]:
-        data = asyncio.Future[Any]()
-
-        async def described() -> Any:
-            found, description = await self._function(*arguments)
-            data.set_result(found)
-            return description
-
-        return data, asyncio.ensure_future(described())
-
-
 class FakeRank0:
     """The trainer, which gives out weights of one bucket a rank until it has newer ones than those of `newest`."""
 
@@ -160,7 +143,7 @@ class FakeGenerator:
         """Why the next readings with NIXL fail; empty: they do not."""
         self.read_from: list[str] = []
         """From where each image was read."""
-        self.write_image = Stores(self._write)
+        self.write_image = Method(self._write)
         self.release_image = Method(self._release)
         self.update_weights = Method(self._update)
         self.life = Method(self._life)
@@ -187,19 +170,18 @@ class FakeGenerator:
 
     async def _read(
         self, number: int, version: int, sources: Any, remotes: Any, within: float
-    ) -> tuple[str, RemoteMemory] | str:
+    ) -> tuple[str | None, str]:
         await self.gate.wait()
         await self.reading.wait()
         self._fail("hold")
         if self.unread:
-            return self.unread.pop(0)
+            return None, self.unread.pop(0)
         self.read_from.append(remotes[0].agent.decode())
-        return await self._hold(number, 0, 0), RemoteMemory(self.name.encode(), 0)
+        return await self._hold(number, 0, 0), ""
 
-    async def _write(self, number: int, bucket: WeightBucket, message: Any, passes_on: bool) -> tuple[Any, None]:
+    async def _write(self, number: int, bucket: WeightBucket, message: Any) -> None:
         await self.gate.wait()
         self._fail("hold")
-        return message, None
 
     async def _release(self, number: int) -> None:
         self._fail("release")

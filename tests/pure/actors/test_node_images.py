@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
-from actors.weights import image
+from actors.weights import image, node_images
 from actors.weights.image import ImageHolder
 from actors.weights.node_images import NodeImages
 from actors.weights.part import Source, WeightBucket, WeightPart
 from actors.weights.policy_tensors import checksum_of
-from actors.weights.weight_source import PublishedWeights
+from actors.weights.weight_source import PublishedWeights, TrainerLost
 from service.errors import Starved, WeightsGone
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Stores, content, died, path_for
+from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, content, died, path_for
 
 WEIGHTS = PublishedWeights(PolicyVersion(1, 1), sources=ONE_BUCKET)
 NEWER = PublishedWeights(PolicyVersion(1, 2), sources=ONE_BUCKET)
@@ -215,31 +216,65 @@ async def test_of_weights_that_rank_0_has_replaced_nothing_is_held() -> None:
         assert path == "/first/1", "no image was begun for the old ones"
 
 
-async def test_weights_go_to_one_generator_of_each_node_and_first_to_that_of_the_ranks_own_node() -> None:
-    order: dict[int, list[str]] = {0: [], 1: [], 2: []}
+async def test_weights_go_to_one_generator_of_each_node_each_byte_once_and_two_buckets_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_images, "BUCKET_BYTES", 4)
     generators = [FakeGenerator(name, []) for name in ("far", "near", "beside far")]
-    trainer = FakeRank0()
-    trainer.nodes = ("b", "a", "of no generator")
-    files = files_of(*generators, rank_0=trainer)
+    rank_0 = FakeRank0()
+    rank_0.nodes = ("of rank 0", "of rank 1", "of rank 2")
+
+    async def bucket(version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, None]:
+        return WeightBucket(((6 * rank + start, stop - start),), 0), None
+
+    rank_0.bucket = bucket  # type: ignore[method-assign,assignment]
+    files, took, at_once = files_of(*generators, rank_0=rank_0), Counter[tuple[str, int]](), list[int]()
     for generator, node in zip(generators, ("a", "b", "a"), strict=True):
         files.register(generator.name, node)
-        writes = generator._write
+        under_way = set[int]()
 
         async def writing(
-            number: int, bucket: WeightBucket, *rest: Any, name: str = generator.name, writes: Any = writes
-        ) -> Any:
-            order[bucket.spans[0][0] // 8].append(name)
-            return await writes(number, bucket, *rest)
+            number: int, bucket: WeightBucket, message: Any, name: str = generator.name, now: set[int] = under_way
+        ) -> None:
+            now.add(start := bucket.spans[0][0])
+            await asyncio.sleep(0.001)
+            at_once.append(len(now))
+            now.remove(start)
+            took[name, start] += 1
 
-        generator.write_image = Stores(writing)
-    sources = tuple(Source(WeightPart(((start, 8),)), "") for start in (0, 8, 16))
+        generator.write_image = Method(writing)
+    sources = tuple(Source(WeightPart(((start, 6),)), "") for start in (0, 6, 12))
     weights = PublishedWeights(PolicyVersion(1, 1), sources=sources)
     async with files.spread([generator.name for generator in generators], weights):
         async with path_for(files, "beside far", weights) as path:
             assert path == "/far/1"
         assert [generator.written for generator in generators] == [1, 1, 0]
-    assert (order[0], order[1], sorted(order[2])) == (["near", "far"], ["far", "near"], ["far", "near"])
+    assert took == {(name, start): 1 for name in ("near", "far") for start in (0, 4, 6, 10, 12, 16)}
+    assert max(at_once) == 2
     assert all(not generator.paths for generator in generators)
+
+
+async def test_a_lost_rank_is_told_to_all_who_wait_and_a_lost_node_to_its_own_only() -> None:
+    rank_0, first, second = FakeRank0(), FakeGenerator("first", []), FakeGenerator("second", [])
+    files = files_of(first, second, rank_0=rank_0)
+    files.register("second", "another node")
+    second.failing["hold"] = died()
+    async with files.spread(["first", "second"], WEIGHTS):
+        async with path_for(files, "first", WEIGHTS) as path:
+            assert path == "/first/1"
+        async with path_for(files, "second", WEIGHTS) as path:
+            assert path == "/second/2", "it failed once, and is tried again"
+
+    async def lost(*arguments: Any) -> Any:
+        raise TrainerLost("no answer of trainer-0")
+
+    rank_0.bucket = lost  # type: ignore[method-assign]
+    async with files.spread(["first", "second"], NEWER):
+        for name in ("first", "second"):
+            with pytest.raises(TrainerLost):
+                async with path_for(files, name, NEWER):
+                    pass
+    assert first.paths == second.paths == set()
 
 
 async def test_a_generator_that_leaves_while_weights_are_on_their_way_keeps_nobody_from_them() -> None:
@@ -267,7 +302,7 @@ async def test_a_write_that_is_late_for_its_image_does_not_reach_the_next_one(mo
         return verify(message, checksum)
 
     async def write(number: int, octets: np.ndarray) -> None:
-        await holder.write_image(number, WeightBucket(((0, 16),), checksum_of(octets)), octets, False)
+        await holder.write_image(number, WeightBucket(((0, 16),), checksum_of(octets)), octets)
 
     path = await holder.hold_image(1, 1, 16)
     monkeypatch.setattr(image, "verify", late)
