@@ -13,6 +13,8 @@ import jsonschema
 import pytest
 import yaml
 
+from actors import RAY_ENV
+
 ROOT = Path(__file__).parents[2]
 RAY = ROOT / "deploy/ray/cluster.yaml"
 SKY = ROOT / "deploy/skypilot/baton.yaml"
@@ -91,3 +93,11 @@ def test_a_node_resumes_what_the_store_holds_and_else_begins(
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, timeout=60, check=False)
     assert done.returncode == code
     assert (tmp_path / "calls").read_text().splitlines() == calls
+
+
+def test_the_slurm_file_is_bash_and_has_every_setting_of_a_rays_environment() -> None:
+    file = ROOT / "deploy" / "slurm" / "train.sbatch"
+    assert subprocess.run(["bash", "-n", file], capture_output=True, check=False).stderr == b""
+    text = file.read_text()
+    words = text.replace("${RAY_raylet_start_wait_time_s:-60}", "60")
+    assert [name for name, value in RAY_ENV.items() if f"{name}={value}" not in words] == []
