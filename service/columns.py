@@ -16,7 +16,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import xxhash
@@ -45,9 +45,6 @@ class About(NamedTuple):
     """The properties of a column that its annotation states, in addition to the field's name and type."""
 
     meaning: str = ""
-    compare: Literal["bits", "names", "form"] = "bits"
-    """How two records of one step are compared in this column. bits: item by item; names: by the names, not by their
-    indices; form: not at all, because the column describes only the form of the record."""
     fill: float | None = None
     """The value of an item or token that has no value of its own, such as a token of a prompt."""
     on_prompt: bool = False

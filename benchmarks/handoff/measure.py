@@ -18,9 +18,8 @@ from service.columns import columns_of
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.prefixes.merge import merge
-from service.handoff.prefixes.prefix_index import PrefixIndex, check_chain
-from service.handoff.prefixes.sharing import dedupe_prefixes
+from service.handoff.prefixes.merge import check_whole, merge
+from service.handoff.prefixes.sharing import shared_form
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.limits import Limits
 from service.handoff.steps.wire import decode, encode
@@ -88,7 +87,7 @@ def tasks(workload: Workload) -> list[Task]:
     sender = Sender("generator-0", 1, 0)
     full_steps = [step for episode in workload.episodes for step in episode]
     shared_steps = [step for episode in workload.episodes for step in shared(episode)]
-    full, small = steps_table(full_steps), steps_table(shared_steps)
+    small = steps_table(shared_steps)
     full_group = step_group(sender, full_steps, workload.ends())
     small_group = step_group(sender, shared_steps, workload.ends())
     lists, nested = peers.generator_output(workload), peers.tensordict(workload)
@@ -99,14 +98,18 @@ def tasks(workload: Workload) -> list[Task]:
         Task(PEER_ROAD, list_form, "merge, left-padded tensors", lambda: _peer_road(lists)),
         Task(PEER_CODEC, "nested tensors, full prompts", "encode, join, decode", lambda: peers.transfer_queue(nested)),
         Task("memory copy", small_form, "one copy of each token column", lambda: _copied(small)),
-        Task("merge", small_form, "merge, digest checks", lambda: merge(small), PEER_MERGE),
-        Task("merge", full_form, "prefix comparison, merge", lambda: merge(full), PEER_MERGE),
+        Task("merge", small_form, "merge", lambda: merge(small), PEER_MERGE),
         Task("bytes to mini-batch", "messages, one a group", ROAD, lambda: _road(messages), PEER_ROAD),
         Task("codec", small_form, "encode, decode, validate, checksums", lambda: _coded(small_group), PEER_CODEC),
         Task("codec", full_form, "encode, decode, validate, checksums", lambda: _coded(full_group), PEER_CODEC),
-        Task("digest checks alone", small_form, "one pass of check_chain", lambda: _digested(small)),
+        Task("digest checks", small_form, "check_whole", lambda: check_whole(small)),
         Task("conversion to columns", "prefix-shared Step objects", "steps_table", lambda: steps_table(shared_steps)),
-        Task("conversion to shared form", full_form, "dedupe_prefixes, digests", lambda: _shared(full)),
+        Task(
+            "conversion to shared form",
+            "Step objects with full prompts",
+            "shared_form",
+            lambda: shared_form(full_steps),
+        ),
         Task("conversion to Step objects", list_form, "SkyRL lists", lambda: steps_from_generator_output(lists)),
     ]
 
@@ -148,7 +151,7 @@ def turn_scaling(repeats: int) -> list[Figure]:
     rates = [w.new_tokens / float(np.median(times)) for w, times in zip(workloads, seconds, strict=True)]
     return [
         Figure(
-            workload=w.name, function="merge", input_form="prefix-shared step groups", clock="merge, digest checks",
+            workload=w.name, function="merge", input_form="prefix-shared step groups", clock="merge",
             new_tokens=w.new_tokens, cpu_ms=1000 * w.new_tokens / rate, best_ms=1000 * min(times),
             tokens_per_second=rate, peak_mib=_peak(lambda s=steps: merge(s)), share_of_copy=None,  # type: ignore[misc]
             ratio=rate / rates[0], against="tokens/s of 5 turns",
@@ -207,17 +210,6 @@ def _coded(group: StepGroup) -> Any:
     if not isinstance(again, StepGroup) or refusal(again, LIMITS) is not None:
         raise ValueError("a message of the benchmark was refused")
     return again
-
-
-def _shared(steps: Steps) -> Steps:
-    wanted_K = (steps.extends_K < 0) & (steps.index_K > 0)
-    return dedupe_prefixes(steps, wanted_K, lambda of: None, lambda of: PrefixIndex())
-
-
-def _digested(steps: Steps) -> bool:
-    first_K = steps.index_K == 0
-    check_chain(steps, first_K, np.ones(len(steps), np.bool_))
-    return True
 
 
 def _copied(steps: Steps) -> list[Any]:

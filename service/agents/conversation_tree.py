@@ -17,7 +17,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import dropwhile, takewhile
+from itertools import dropwhile, islice, takewhile
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -26,14 +26,18 @@ import numpy as np
 from service.agents.message_form import digests, echoed_ids, extended, read_messages
 from service.agents.reply_parser import Reply, ReplyParser
 from service.columns import digest
-from service.handoff.prefixes.prefix_index import PrefixIndex
+from service.handoff.prefixes.sharing import longest_prefix
+from service.handoff.prefixes.step_tree import StepTree
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.chat.conversation import Response, as_sampled, with_end, without_loss
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation
 from service.rollout.environment import Message
-from service.types import NO_VERSION, Bools, Int32s, Step, Steps
+from service.types import NO_VERSION, Bools, Extension, Int32s, Step, Steps
+
+COMPARED = 32
+"""Maximum number of earlier conversations with which the prompt of a new conversation is compared."""
 
 How = Literal["root", "appended", "rerendered"]
 """How a prompt was made: for a new conversation; by appending to sampled tokens; or by rendering the whole
@@ -279,6 +283,17 @@ class ConversationTree:
         self._keep(call, np.concatenate([opened.prompt_ids, response.token_ids]))
         return call
 
+    def reference(self, call: Call) -> Extension | None:
+        """The reference of a call's step: to the whole step of its parent; without a parent, to the longest prefix that
+        the call's prompt shares with one of the newest calls that no other call continues."""
+        if call.parent is not None:
+            before = call.parent.token_ids()
+            return Extension(call.parent.index, len(before), digest(before))
+        earlier = self.calls[: call.index]
+        continued = {each.parent.index for each in earlier if each.parent is not None}
+        leaves = (each for each in reversed(earlier) if each.index not in continued)
+        return longest_prefix(call.carried_ids, ((leaf.index, leaf.token_ids()) for leaf in islice(leaves, COMPARED)))
+
     def restore(self, steps: Steps) -> None:
         """Restore the calls that an earlier process sampled, from their `steps`, which the buffer accepted.
 
@@ -287,10 +302,10 @@ class ConversationTree:
         Raises:
             ValueError: a step is missing, or is not a call of this session.
         """
-        prefixes, objects = PrefixIndex(), step_objects(steps)
+        prefixes, objects = StepTree(), step_objects(steps)
         for place, k in enumerate(np.argsort(steps.index_K, kind="stable").tolist()):
             step, note = objects[k], _note_of(objects[k], place)
-            token_ids = prefixes.add(steps, k).tip.tokens()
+            token_ids = prefixes.add(steps, k).tokens()
             parent = self.calls[note.parent] if note.parent >= 0 else None
             before = parent.token_ids() if parent is not None else token_ids[:0]
             if not np.array_equal(before, token_ids[: (begins := len(before))]):

@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple, get_args
 from service.agents.call_roles import roles_of
 from service.agents.conversation_tree import Call, ConversationTree, PreparedCall
 from service.agents.dialects.dialect import CallRequest, Refused
-from service.columns import digest
 from service.errors import in_one_line
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.steps.reward import NEEDED, is_reward
@@ -34,7 +33,7 @@ from service.rollout.limits import AgentLimits
 from service.rollout.plain_values import NotAllowed, plain_info, plain_reward
 from service.rollout.step_sinks import StepSink
 from service.rollout.user_errors import type_name
-from service.types import Extension, Int32s, Step, Steps, TrajectoryId
+from service.types import Int32s, Step, Steps, TrajectoryId
 
 log = logging.getLogger(__name__)
 
@@ -397,18 +396,17 @@ class Session:
         return call
 
     def _step(self, call: Call, generation: Generation) -> Step:
-        """Make the step of a call, which extends its parent's step."""
-        parent, extends = call.parent, None
-        if parent is not None:
-            before = parent.token_ids()
-            extends = Extension(parent.index, len(before), digest(before))
-        response, n_carried = call.response, len(call.carried_ids) + len(call.response.token_ids)
-        n_total = n_carried + (extends.length if extends else 0)
+        """Make the step of a call, which extends an earlier step."""
+        response, extends = call.response, self.tree.reference(call)
+        n_shared = extends.length if extends is not None else 0
+        own_ids = call.carried_ids if call.parent is not None else call.carried_ids[n_shared:]
+        n_carried = len(own_ids) + len(response.token_ids)
+        n_total = n_shared + n_carried
         return Step(
             self.trajectory,
             self._prompt_uid,
             call.index,
-            call.carried_ids,
+            own_ids,
             response.token_ids,
             logprobs=response.logprobs,
             loss_mask=response.loss_mask,

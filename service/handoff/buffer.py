@@ -24,7 +24,7 @@ from service.handoff.group_bytes import JOURNAL_SEGMENTS
 from service.handoff.journal.journal import Journal
 from service.handoff.leases import BatchJob, Leases
 from service.handoff.ledger import events
-from service.handoff.ledger.accept import failed_attempts, new_content, with_shared_prefixes
+from service.handoff.ledger.accept import failed_attempts, new_content
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import OnEnd, OnFailure
 from service.handoff.ledger.replaying import load_groups, opened_record
@@ -134,17 +134,16 @@ class Buffer:
         if self.ledger.received(message.sender):
             self._restart_failed(message)
             return Receipt(duplicate=True)
-        shared = with_shared_prefixes(self._record.store, message)
-        new = new_content(self.ledger, self._record.store, shared, self._max_trajectory_bytes)
+        new = new_content(self.ledger, self._record.store, message, self._max_trajectory_bytes)
         if isinstance(new, Refusal):
             return new
         self._late += bool(new.late)
         if not new.additions:
             failed = self._restart_failed(message)
             return Receipt(not (failed or new.late), new.late)
-        if (kept := new.only(shared, len(data))) is not message:
+        if (kept := new.only(message, len(data))) is not message:
             data = encode(kept)
-        self._record.accept(data, shared, new.additions)
+        self._record.accept(data, message, new.additions)
         if self._examines:
             examine(self._record, self._settings.filters, {addition.group_id for addition in new.additions})
         self._restart_failed(message)

@@ -2,22 +2,23 @@
 
 turn 0:  whole prompt                -> response      step 0 carries the whole prompt
 turn 1:  history + new tokens        -> response      step 1 carries the new tokens and extends step 0
-turn 2:  another role's first prompt -> response      step 2 carries its whole prompt
+turn 2:  another role's first prompt -> response      step 2 carries what no role's history begins with
 turn 3:  history of turn 1 + tokens  -> response      step 3 carries the new tokens and extends step 1
-turn 4:  a prompt that does not      -> response      step 4 carries its whole prompt
+turn 4:  a prompt that does not      -> response      step 4 extends the longest prefix that a history begins with
          begin with the history
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
 
 from service.columns import digest
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
+from service.handoff.prefixes.sharing import longest_prefix
 from service.handoff.steps.reward import is_reward
 from service.handoff.steps.roles import ROLES, packed_roles
 from service.handoff.steps.stop_reason import StopReason
@@ -44,9 +45,16 @@ class History:
         """All tokens of the role so far."""
         return self._tokens[: self._length]
 
-    def begin(self, prompt: Prompt) -> None:
-        """Start a turn: add the tokens of its prompt to the history."""
-        self.carried = self._new_tokens(prompt)
+    def begin(self, prompt: Prompt, others: Iterable[History]) -> None:
+        """Start a turn: add the tokens of its prompt to the history. `others`: the histories of all roles."""
+        token_ids, start = prompt.token_ids, 0
+        if prompt.whole:
+            start = self._length
+            if not start or not np.array_equal(token_ids[:start], self.token_ids):
+                self.extends = _longest_prefix(token_ids, others)
+                self._length = start = 0 if self.extends is None else self.extends.length
+                self._tokens[:start] = token_ids[:start]
+        self.carried = token_ids[start:]
         self.append(self.carried)
 
     def append(self, token_ids: Int32s) -> None:
@@ -55,14 +63,11 @@ class History:
         self._tokens[self._length : stop] = token_ids
         self._length = stop
 
-    def _new_tokens(self, prompt: Prompt) -> Int32s:
-        """The prompt's tokens after the history; a whole prompt with another beginning starts a new history."""
-        if not prompt.whole:
-            return prompt.token_ids
-        if np.array_equal(prompt.token_ids[: self._length], self.token_ids):
-            return prompt.token_ids[self._length :]
-        self._length, self.extends = 0, None
-        return prompt.token_ids
+
+def _longest_prefix(prompt_ids: Int32s, histories: Iterable[History]) -> Extension | None:
+    """A reference to the turn that shares the longest prefix with a prompt; None if no history shares a token."""
+    ended = [(history.extends.step, history.token_ids) for history in histories if history.extends is not None]
+    return longest_prefix(prompt_ids, sorted(ended, key=lambda turn: turn[0], reverse=True))
 
 
 class Episode:
@@ -100,7 +105,7 @@ class Episode:
         if length > self._limits.max_input_length:
             self.stop_reason = StopReason.LENGTH
             return None
-        history.begin(prompt)
+        history.begin(prompt, self._histories.values())
         return history.token_ids
 
     def finish_turn(

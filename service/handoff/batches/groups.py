@@ -9,6 +9,7 @@ import numpy as np
 from service.columns import select
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.prefixes.merge import check_whole
+from service.handoff.prefixes.sharing import shared_form
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.types import Step, TrajectoryEnd, TrajectoryId
@@ -17,7 +18,8 @@ from service.types import Step, TrajectoryEnd, TrajectoryId
 def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None = None) -> list[CompleteGroup]:
     """Make one group per group_id from whole trajectories, in order of the first appearance of the group_id.
 
-    Without `ends`, each trajectory ends with its last step, and has the stop reason and the reward of this step.
+    Steps may have whole prompts or references. Without `ends`, each trajectory ends with its last step, and has the
+    stop reason and the reward of this step.
 
     >>> def step(sample, index, prompt, response, reward=0.0):
     ...     sampled, versions = np.ones(len(response), np.bool_), np.zeros(len(response), np.int64)
@@ -57,7 +59,7 @@ def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None 
         if uid != item.prompt_uid:
             of = item.trajectory
             raise ValueError(f"group={of.group_id} is of the prompts {uid!r} and {item.prompt_uid!r}; it can be of one")
-    all_steps, all_ends = check_whole(steps_table(listed)), ends_table(finished)
+    all_steps, all_ends = check_whole(steps_table(shared_form(listed))), ends_table(finished)
     return [
         CompleteGroup(
             group_id, uid,

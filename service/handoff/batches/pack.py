@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.columns import changes, columns_of, filled, lengths_of
-from service.handoff.prefixes.prefix_index import common_prefix
+from service.handoff.prefixes.sharing import common_prefix
 from service.types import Experts, Int32s, Int64s, MicroBatch, Rows, TrainedTokens
 
 Layout = Literal["auto", "packed", "padded", "shared_prefix"]

@@ -9,24 +9,21 @@ The ledger is not changed here. Columns are read once for the whole message.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from service.columns import concat, offsets_of, select, token_bytes
+from service.columns import offsets_of, select
 from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Held, Store, end_bytes
 from service.handoff.ledger.state import Group, Trajectory
-from service.handoff.prefixes.prefix_index import PrefixError, PrefixIndex, check_references
-from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
 from service.handoff.prefixes.step_equality import same_step
+from service.handoff.prefixes.step_tree import PrefixError, check_references
 from service.handoff.steps.stop_reason import FAILURES
 from service.handoff.steps.tables import end_objects, ends_table, long_note_bytes
-from service.types import Bools, Extension, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
+from service.types import Bools, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
 MAX_FRACTION_NOT_FINITE = 0.01
 """Maximum fraction of a trajectory's sampled tokens that may have a log-probability that is not finite."""
@@ -60,14 +57,10 @@ class _Columns:
 
     def __init__(self, steps: Steps, bytes_per_token: int) -> None:
         self.index, self.uid, self.offsets = steps.index_K.tolist(), steps.uid_K.tolist(), steps.offsets_K.tolist()
-        extends = (steps.extends_K.tolist(), steps.extends_length_K.tolist(), steps.extends_digest_K.tolist())
-        self.extends = [Extension(*extension) for extension in zip(*extends, strict=True)]
         self.sampled = _per_step(steps, steps.loss_mask_N)
         """Tokens that the policy sampled."""
         self.bad = _per_step(steps, steps.loss_mask_N & ~np.isfinite(steps.logprobs_N))
         """Sampled tokens whose log-probability is not a finite number."""
-        self.tokens = token_bytes(steps.token_ids_N)
-        """All token ids as bytes."""
         self.bytes_per_token = bytes_per_token
 
 
@@ -82,17 +75,6 @@ class _Received(NamedTuple):
     message: StepGroup
     columns: _Columns
     held: Held
-
-
-def with_shared_prefixes(store: Store, message: StepGroup) -> StepGroup:
-    """The message, in which each full prompt is shortened to the tokens that no earlier step of its trajectory has."""
-    deduped = dedupe_prefixes(
-        message.steps,
-        (message.steps.extends_K < 0) & (message.steps.index_K > 0),
-        lambda of: store.of(of.group_id).chains.get(of.sample),
-        lambda of: store.of(of.group_id).index_of(of.sample),
-    )
-    return message if deduped is message.steps else replace(message, steps=deduped)
 
 
 def new_content(
@@ -206,11 +188,10 @@ def _addition(received: _Received) -> Addition | Refusal | None:
         + long_note_bytes(received.message.steps, items)
         + (end_bytes(end) if end else 0),
         end=end,
-        chain=_extended_chain(received, items),
     )
     if n_steps != len(indices) + len(known.indices):
         return addition
-    return _whole_refusal(received, addition) or addition._replace(chain=None)
+    return _whole_refusal(received, addition) or addition
 
 
 def _new_end(received: _Received) -> TrajectoryEnd | Refusal | None:
@@ -230,26 +211,19 @@ def _new_end(received: _Received) -> TrajectoryEnd | Refusal | None:
 def _new_steps(received: _Received) -> list[int] | Refusal:
     """The positions of new steps, in the order of step indices; steps equal to accepted steps are not new."""
     new: dict[int, int] = {}
-    accepted = cache(lambda: received.held.places_of(received.id.sample))  # only repeated steps need it
-    by_prefix = cache(
-        lambda: PrefixIndex([*accepted().values(), *((received.message.steps, k) for k in received.items)])
-    )
     for k in received.items:
         index = received.columns.index[k]
         known: tuple[Steps, int] | None
         if index in new:
             known = received.message.steps, new[index]
         elif index in received.trajectory.indices:
-            known = accepted().get(index)
+            known = received.held.places_of(received.id.sample).get(index)
         else:
             new[index] = k
             continue
         if known is None:
             continue  # its group was used, and its data is no longer in memory
-        same = same_step(*known, received.message.steps, k, lambda step: by_prefix().tokens(step))
-        if same is None:
-            return Refusal(RefusalReason.PREFIX, f"{received.id}/step={index}: extends unknown steps, twice", index)
-        if not same:
+        if not same_step(*known, received.message.steps, k):
             return Refusal(RefusalReason.CONFLICT, f"{received.id}/step={index}", index)
     return [new[index] for index in sorted(new)]
 
@@ -273,36 +247,16 @@ def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int]
     return Refusal(RefusalReason.VERSION, f"versions_N[{n}]", int(versions_N[n]))
 
 
-def _extended_chain(received: _Received, items: list[int]) -> Chain | None:
-    """The trajectory's chain with the new steps; None if a new step does not directly continue the last step."""
-    columns = received.columns
-    chain = received.held.chains.get(received.id.sample)
-    if chain is None and received.trajectory.indices:
-        return None
-    for k in items:
-        own = columns.tokens[4 * columns.offsets[k] : 4 * columns.offsets[k + 1]]
-        chain = grown(chain, columns.index[k], columns.extends[k], own)
-        if chain is None:
-            return None
-    return chain
-
-
 def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
     """Why a trajectory that this addition completes is refused; None if it is accepted."""
     known = received.trajectory
     bad, sampled = known.bad_tokens + addition.bad_tokens, known.tokens + addition.tokens
     if bad > max(1, MAX_FRACTION_NOT_FINITE * sampled):
         return Refusal(RefusalReason.LOGPROB, f"{received.id}/logprobs", bad)
-    if addition.chain is not None:
-        return None
-    tables = received.held.steps_of(received.id.sample)
-    if addition.items:
-        tables = [*tables, select(received.message.steps, np.array(addition.items, np.int64))]
-    if not tables:
-        return None
-    steps = concat(tables)
+    steps = dict(received.held.places_of(received.id.sample))
+    steps |= {index: (received.message.steps, k) for index, k in zip(addition.indices, addition.items, strict=True)}
     try:
-        check_references(select(steps, np.argsort(steps.index_K)))
+        check_references(steps[index] for index in sorted(steps))
     except PrefixError as error:
         return Refusal(RefusalReason.PREFIX, str(error))
     return None

@@ -16,7 +16,6 @@ import msgspec
 
 from service.handoff.group_bytes import score_bytes
 from service.handoff.ledger.lifecycle import Fate, GroupState
-from service.handoff.prefixes.sharing import Chain
 from service.types import PolicyVersion, TrajectoryEnd
 
 # Kinds of journal frames.
@@ -231,8 +230,6 @@ class Addition(NamedTuple):
     n_bytes: int
     end: TrajectoryEnd | None
     """The end record of the trajectory, if the message contains it and it is new."""
-    chain: Chain | None
-    """The trajectory's `Chain` with the new steps; None if steps branch or are missing, or if it is complete."""
 
 
 encode: Callable[[Event], bytes] = msgspec.msgpack.Encoder().encode

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 
@@ -25,8 +24,6 @@ from service.handoff.ledger import events
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.scores import rewarded, with_scores
-from service.handoff.prefixes.prefix_index import PrefixIndex
-from service.handoff.prefixes.sharing import Chain
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.limits import Limits, Routing
 from service.handoff.steps.tables import ends_table, long_note_bytes, said_bytes
@@ -41,12 +38,8 @@ class Held:
     steps: list[Steps] = field(default_factory=list)
     ends: dict[int, TrajectoryEnd] = field(default_factory=dict)
     """The end records of trajectories, by sample."""
-    chains: dict[int, Chain] = field(default_factory=dict)
-    """The chain (`prefixes.sharing`) of each sample whose steps arrived in order; others are checked once complete."""
     places: dict[int, dict[int, tuple[Steps, int]]] | None = None
     """For each sample and step index: the table with the step, and its position there. None until first needed."""
-    indices: dict[int, PrefixIndex] = field(default_factory=dict)
-    """The prefix index of each sample; built when a full prompt of the sample is first looked up."""
     scores: dict[str, events.Scored] = field(default_factory=dict)
     """The scorers' answers, by name of the scorer."""
     n_bytes: int = 0
@@ -64,13 +57,6 @@ class Held:
             for k, (sample, index) in enumerate(zip(table.sample_K.tolist(), table.index_K.tolist(), strict=True)):
                 self.places.setdefault(sample, {})[index] = (table, k)
 
-    def index_of(self, sample: int) -> PrefixIndex:
-        """The index of one sample's steps by prefix, in which full prompts are looked up."""
-        index, places = self.indices.setdefault(sample, PrefixIndex()), self.places_of(sample)
-        for table, k in islice(places.values(), index.count, None):
-            index.arrived(table, k)
-        return index
-
     def steps_of(self, sample: int) -> list[Steps]:
         return [
             select(table, index_K) for table in self.steps if len(index_K := np.flatnonzero(table.sample_K == sample))
@@ -83,7 +69,6 @@ class Held:
     def rearrange(self, steps: list[Steps]) -> None:
         """Replace the tables of steps by other tables with the same steps, or with some of these steps."""
         self.steps, self.places = steps, None
-        self.indices.clear()
 
 
 class Store:
@@ -136,11 +121,6 @@ class Store:
             items = sorted(k for new in of_group for k in new.items)
             ends = [new.end for new in of_group if new.end is not None]
             self.add(group_id, cut(message.steps, items), ends, sum(new.n_bytes for new in of_group))
-            chains = self._held[group_id].chains
-            for new in of_group:
-                chains.pop(new.sample, None)
-                if new.chain is not None:
-                    chains[new.sample] = new.chain
 
     def add_score(self, event: events.Scored) -> None:
         held = self._held.setdefault(event.group_id, Held())
@@ -148,12 +128,6 @@ class Store:
             held.scores[event.scorer] = event
             held.n_bytes += event.n_bytes
             self.n_bytes += event.n_bytes
-
-    def completed(self, group_id: int, sample: int) -> None:
-        """Drop the data that is needed only to accept more steps of a sample."""
-        held = self.of(group_id)
-        held.chains.pop(sample, None)
-        held.indices.pop(sample, None)
 
     def drop(self, group_id: int) -> None:
         held = self._held.pop(group_id, None)
@@ -164,7 +138,6 @@ class Store:
         held = self._held.get(group_id)
         if held is None:
             return
-        held.chains = {sample: chain for sample, chain in held.chains.items() if sample not in samples}
         kept = [select(table, np.flatnonzero(~np.isin(table.sample_K, samples))) for table in held.steps]
         held.rearrange([table for table in kept if len(table)])
         held.ends = {sample: end for sample, end in held.ends.items() if sample not in samples}
@@ -289,9 +262,6 @@ class Record:
         ledger.accept(message.sender, additions, routing, self.clock.monotonic())
         self.store.expert_bytes = expert_bytes(ledger, self.limits.routing)
         self.revision += 1
-        for new in additions:
-            if (new.group_id, new.sample) not in ledger.since:
-                self.store.completed(new.group_id, new.sample)
 
     # -- the journal's size -------------------------------------------------------------------------------------------
 

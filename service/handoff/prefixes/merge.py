@@ -1,20 +1,21 @@
 """Prefix-aware merge: the steps of a trajectory that continue one another become one row.
 
-    step 0: prompt [10 20 30]                      response [40 50]
-    step 1: prompt [10 20 30 40 50 60 70]          response [80 90]
+    step 0: prompt [10 20 30]                                  response [40 50]
+    step 1: prompt (first 5 tokens of step 0) [60 70]          response [80 90]
     row   : prompt [10 20 30]  response [40 50 60 70 80 90]
                                   mask    1  1  0  0  1  1
 
-If each step of a trajectory continues the step before it, the tokens of its steps in shared form are already in the
-order of the row: merging copies nothing and changes only offsets. If a trajectory branches (forks, resets, trees), its
-rows are built from segments of the token axis. The tokens of a live segment keep their loss. The tokens of a context
-segment carry no loss; they are repeated so that later tokens follow the same context that the policy saw:
+A step continues another one if its reference is to the whole other step; a step without a reference begins a row. If
+each step of a trajectory continues the step before it, the tokens of its steps are already in the order of the row:
+merging copies nothing and changes only offsets. If a trajectory branches (forks, resets, trees), its rows are built
+from segments of the token axis. The tokens of a live segment keep their loss. The tokens of a context segment carry no
+loss; they are repeated so that later tokens follow the same context that the policy saw:
 
-    step 0: prompt [1 2]        response [3 4]      row 0: live [1 2 3 4]
-    step 1: prompt [1 2 3]      response [9]        row 1: context [1 2 3] (of step 0), live [9]
+    step 0: prompt [1 2]                        response [3 4]      row 0: live [1 2 3 4]
+    step 1: prompt (first 3 tokens of step 0)   response [9]        row 1: context [1 2 3] (of step 0), live [9]
 
-Steps merge only if they have the same temperature, and if both or neither have log-probabilities. The time to merge a
-step is proportional to its own tokens and to the branches up to the row's end, not to the trajectory's length so far.
+Steps merge only if they have the same temperature, and if both or neither have log-probabilities. References are
+checked where steps come in (`ledger.accept`, `check_whole`), not here.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from service.columns import changes, check_choice, columns_of, filled, lengths_of, offsets_of, segments_of
-from service.handoff.prefixes.prefix_index import Place, PrefixIndex, Run, check_chain, common
+from service.handoff.prefixes.sharing import shared_form
 from service.handoff.prefixes.step_equality import in_order
+from service.handoff.prefixes.step_tree import StepNode, StepTree, check_references, common
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import name_of, row_objects, total_lengths
 from service.types import Bools, Int64s, Row, Rows, Step, Steps
@@ -61,10 +63,11 @@ class _Layout(NamedTuple):
 
 def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
     """Merge steps of any number of trajectories into rows, ordered by the trajectory's first appearance, then by step.
+    A step may have its whole prompt (`sharing.shared_form` makes the reference) or a reference.
 
     Raises:
         ValueError: a trajectory has two prompts, or lacks a step before its last one; a step came twice with different
-            content; an extended step is missing; `mode` is unknown.
+            content; a reference is to a missing step or to other tokens; `mode` is unknown.
 
     >>> from service.types import TrajectoryId
     >>> def step(index, prompt, response):
@@ -77,7 +80,7 @@ def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
     """
     if not (listed := list(steps)):
         return []
-    return row_objects(merge(check_whole(steps_table(listed)), mode).rows)
+    return row_objects(merge(check_whole(steps_table(shared_form(listed))), mode).rows)
 
 
 def merge(steps: Steps, mode: Mode = "linear") -> Merged:
@@ -106,7 +109,8 @@ def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = F
 
 
 def check_whole(steps: Steps) -> Steps:
-    """The steps in order, without duplicates; raises a ValueError if a trajectory has two prompts or lacks a step."""
+    """The steps in order, without duplicates; raises a ValueError if a trajectory has two prompts, lacks a step, or has
+    a reference to other tokens than there are."""
     steps, number_K = in_order(steps)
     start_K = np.maximum.accumulate(np.where(changes(number_K), np.arange(len(steps)), 0))
     for k in np.flatnonzero(steps.uid_K != steps.uid_K[start_K])[:1].tolist():
@@ -114,6 +118,8 @@ def check_whole(steps: Steps) -> Steps:
         raise ValueError(f"{name_of(steps, k)} is of prompt {other!r}, but its trajectory began with {one!r}")
     for k in np.flatnonzero(steps.index_K != np.arange(len(steps)) - start_K)[:1].tolist():
         raise ValueError(f"{name_of(steps, k)} is there, but step {k - start_K[k]} before it is not")
+    for items in np.split(np.arange(len(steps)), np.flatnonzero(changes(number_K))[1:]):
+        check_references((steps, k) for k in items.tolist())
     return steps
 
 
@@ -121,13 +127,13 @@ def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) 
     """The layout of the rows. Trajectories in which each step continues the previous one are laid out at once."""
     first_K, item_K = changes(number_K), np.arange(len(steps))
     begins_K = first_K | (mode == "off")
-    chained_K, repeats_K = _chained(steps, number_K, begins_K)
+    chained_K = _chained(steps, number_K, begins_K)
     chain_C = item_K[chained_K]
     row_C = np.maximum.accumulate(np.where(begins_K, item_K, 0))[chained_K]
     last_K = item_K.copy()
     last_K[row_C] = chain_C  # ascending, so the last one stays
     counts["extended"] += int(np.count_nonzero(chained_K & ~begins_K))
-    start_C, stop_C = steps.offsets_K[chain_C] + repeats_K[chain_C], steps.offsets_K[chain_C + 1]
+    start_C, stop_C = steps.offsets_K[chain_C], steps.offsets_K[chain_C + 1]
     segments = [(start_C, stop_C, np.ones(len(chain_C), np.bool_), row_C)]
     for first in np.flatnonzero(first_K & ~chained_K).tolist():
         builder = _RowBuilder(steps, mode, counts)
@@ -144,28 +150,13 @@ def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) 
     return _Layout(start_C[order], stop_C[order], live_C[order], row_C[order], last_K)
 
 
-def _chained(steps: Steps, number_K: Int64s, begins_K: Bools) -> tuple[Bools, Int64s]:
-    """[K] whether every step of the step's trajectory begins a row or continues the whole step before it; and [K] how
-    many of the step's leading own tokens repeat tokens of the step before it."""
+def _chained(steps: Steps, number_K: Int64s, begins_K: Bools) -> Bools:
+    """[K] whether every step of the step's trajectory begins a row or continues the whole step before it."""
     same_kind_K = begins_K | ~changes(steps.temperature_K, steps.has_logprobs_K)
     index_before_K = np.where(begins_K, -1, np.roll(steps.index_K, 1))
     before_K = np.where(begins_K, 0, np.roll(total_lengths(steps), 1))
     refers_K = same_kind_K & (steps.extends_K == index_before_K) & (steps.extends_length_K == before_K)
-    refers_K = _of_whole_trajectories(refers_K, number_K)
-    check_chain(steps, begins_K, refers_K)
-    full_K, repeats_K = same_kind_K & (steps.extends_K < 0), np.zeros_like(before_K)
-    ids_N, offsets = steps.token_ids_N, steps.offsets_K.tolist()
-    for k in np.flatnonzero(full_K & ~begins_K & (before_K <= steps.prompt_length_K)).tolist():
-        length = offsets[k] - offsets[k - 1]
-        if (ids_N[offsets[k - 1] : offsets[k]] == ids_N[offsets[k] : offsets[k] + length]).all():
-            repeats_K[k] = length
-    whole_K = _of_whole_trajectories(full_K & (begins_K | (repeats_K > 0)), number_K)
-    return refers_K | whole_K, repeats_K
-
-
-def _of_whole_trajectories(chained_K: Bools, number_K: Int64s) -> Bools:
-    """[K] True for the steps of trajectories in which every step is chained."""
-    return np.asarray((np.bincount(number_K, ~chained_K) == 0)[number_K])
+    return np.asarray((np.bincount(number_K, ~refers_K) == 0)[number_K])
 
 
 def _rows(steps: Steps, layout: _Layout, begin_R: Int64s) -> Rows:
@@ -232,11 +223,10 @@ def _fill(columns: dict[str, Any], where_N: Bools, on_prompt: bool) -> None:
 class _OpenRow:
     """A row that may still grow; its tokens are the prompt and response of its last step."""
 
-    number: int
     kind: tuple[float, bool]
     """Temperature, and whether there are log-probabilities: both are equal for all steps of a row."""
-    tip: Place
-    """Where the row's tokens end in the trajectory's tree."""
+    tip: StepNode
+    """The row's last step."""
     first_sampled: int
     """Position of the first response in the row; it is in the row's prompt if the row is a fork."""
     steps: list[int] = field(default_factory=list)
@@ -252,53 +242,37 @@ class _RowBuilder:
         """`counts`: number of steps by outcome, updated by each step."""
         self.rows: list[_OpenRow] = []
         self._steps, self._mode, self._counts = steps, mode, counts
-        self._index = PrefixIndex()
+        self._tree = StepTree()
         self._row_of: dict[int, _OpenRow] = {}
         """The row of each step, by step index."""
-        self._rows_in: dict[Run, list[_OpenRow]] = {}
-        """Rows by the edge of the tree on which they end."""
 
     def add(self, k: int) -> None:
         """Add item `k`; steps must be added in order."""
-        steps, indexed = self._steps, self._index.add(self._steps, k)
+        steps, step = self._steps, self._tree.add(self._steps, k)
         kind = float(steps.temperature_K[k]), bool(steps.has_logprobs_K[k])
-        prompt_length = indexed.cut + int(steps.prompt_length_K[k])
-        # where the prompt ends in the tree, or where it leaves the tokens of earlier steps
-        prompt = indexed.branch.before(min(prompt_length, indexed.branch.length))
-        row, length = self._continued(prompt, kind), 0
+        row, length = self._continued(step, kind), 0
         if row is not None:
             self._counts["extended"] += 1
-            self._rows_in[row.tip.run].remove(row)
-            length = row.tip.length
+            length, row.tip = row.tip.length, step
         else:
-            row = _OpenRow(len(self.rows), kind, indexed.tip, self._first_sampled(prompt, prompt_length))
+            row = _OpenRow(kind, step, self._first_sampled(step, step.cut + int(steps.prompt_length_K[k])))
             self.rows.append(row)
         # the step's tokens after the first `length`, which the row already has
-        own_start = indexed.own_start
-        row.segments += [(*each, each[0] >= own_start) for each in indexed.segments(length, indexed.tip.length)]
+        row.segments += [(*each, each[0] >= step.own_start) for each in step.segments(length, step.length)]
         row.steps.append(k)
-        row.tip, self._row_of[int(steps.index_K[k])] = indexed.tip, row
-        self._rows_in.setdefault(row.tip.run, []).append(row)
+        self._row_of[step.index] = row
 
-    def _continued(self, prompt: Place, kind: tuple[float, bool]) -> _OpenRow | None:
-        """The row that a step continues: the step's prompt begins with all of the row's tokens."""
-        if self._mode == "tree":
-            return self._longest_prefix(prompt, kind)
-        last = self.rows[-1] if self.rows and self._mode == "linear" else None
-        return last if last and last.kind == kind and common(last.tip, prompt) == last.tip.length else None
+    def _continued(self, step: StepNode, kind: tuple[float, bool]) -> _OpenRow | None:
+        """The row that a step continues, because its prompt begins with all of the row's tokens; the longest such row
+        with `tree`, and only the newest row with `linear`."""
+        while (extended := step.parent) is not None and self._mode != "off":
+            row, is_whole = self._row_of[extended.index], step.cut == extended.length
+            if row.tip is extended and is_whole and row.kind == kind and (self._mode == "tree" or row is self.rows[-1]):
+                return row
+            step = extended
+        return None
 
-    def _longest_prefix(self, prompt: Place, kind: tuple[float, bool]) -> _OpenRow | None:
-        """The longest row of this kind that is a prefix of a prompt; the first of several equally long rows."""
-        run, length = prompt
-        while True:
-            rows = [row for row in self._rows_in.get(run, ()) if row.kind == kind and row.tip.length <= length]
-            if rows:
-                return max(rows, key=lambda row: (row.tip.length, -row.number))
-            if not run.level:
-                return None
-            run, length = run.above, run.begin
-
-    def _first_sampled(self, prompt: Place, prompt_length: int) -> int:
+    def _first_sampled(self, step: StepNode, prompt_length: int) -> int:
         """The position of the first response in a new row; also counts why the step begins a new row.
 
         `forked`: the step shares sampled tokens with the nearest row but does not continue that row. `reset`: the step
@@ -307,10 +281,11 @@ class _RowBuilder:
         if not self.rows or self._mode == "off":
             return prompt_length
         if self._mode == "tree":
-            # rows only grow, so the owner of the last shared token holds the whole shared prefix
-            nearest, shared = self._row_of[prompt.owner] if prompt.length else self.rows[0], prompt.length
+            nearest = self.rows[0] if step.parent is None else self._row_of[step.parent.index]
+            shared = step.cut
         else:
-            nearest, shared = self.rows[-1], common(self.rows[-1].tip, prompt)
+            nearest = self.rows[-1]
+            shared = common(nearest.tip, nearest.tip.length, step.parent, step.cut)
         forked = shared > nearest.first_sampled
         self._counts["forked" if forked else "reset"] += 1
         return nearest.first_sampled if forked else prompt_length

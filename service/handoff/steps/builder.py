@@ -35,7 +35,7 @@ def steps_table(steps: Iterable[Step]) -> Steps:
     columns: dict[str, Any] = {
         column.name: np.array([item[column.name[:-2]] for item in items], column.dtype)
         for column in columns_of(Steps).items
-        if column.about.compare != "names"
+        if column.name not in {code for _, code in columns_of(Steps).names}
     }
     for names, code in columns_of(Steps).names:
         columns[names], columns[code] = codes_of([item[code[:-2]] for item in items])

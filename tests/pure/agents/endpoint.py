@@ -166,7 +166,7 @@ def whole(steps: list[Step]) -> list[list[int]]:
     for step in sorted(steps, key=lambda step: step.index):
         before: list[int] = []
         if step.extends is not None:
-            before = known[step.extends.step]
+            before = known[step.extends.step][: step.extends.length]
             if (len(before), digest(np.array(before, np.int32))) != step.extends[1:]:
                 raise AssertionError(f"step {step.index} extends other tokens than {step.extends}")
         prompts.append([*before, *step.prompt_ids.tolist()])

@@ -23,9 +23,6 @@ import pytest_asyncio
 
 from service.agents import policy_calls, requests, routes, server
 from service.agents.session import BYTES_PER_TOKEN, MIN_BODY_BYTES, SPENT, Session
-from service.columns import select
-from service.handoff.prefixes.prefix_index import PrefixIndex
-from service.handoff.prefixes.sharing import dedupe_prefixes
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat
@@ -369,10 +366,8 @@ class Unruly:
 
 
 def as_stored(steps: list[Step]) -> Steps:
-    """The steps as the buffer hands them over: in any order, and a full prompt as a reference wherever one is found."""
-    table = steps_table(steps)
-    shared = dedupe_prefixes(table, table.extends_K < 0, lambda of: None, lambda of: PrefixIndex())
-    return select(shared, np.arange(len(shared))[::-1])
+    """The steps as the buffer returns them: in any order."""
+    return steps_table(steps[::-1])
 
 
 class Interrupted(Unruly):

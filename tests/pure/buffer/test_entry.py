@@ -1,14 +1,11 @@
-"""Full prompts and references: whatever form steps come in, and in whatever order, the buffer keeps the same."""
+"""In whatever order steps come, and however often, the buffer keeps the same."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.columns import bytes_per_token, digest
+from service.columns import digest
 from service.handoff.ledger import events
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.state import MESSAGES_REMEMBERED
 from service.handoff.prefixes.merge import merge
-from service.handoff.steps.builder import steps_table
+from service.handoff.prefixes.sharing import shared_form
 from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.tables import row_objects
 from service.handoff.verbs import Receipt
@@ -30,31 +27,9 @@ from tests.invariant import fingerprint
 from tests.pure.buffer.world import START, World, config
 from tests.pure.handoff.test_properties import episodes, facts
 
-FORMS = st.sampled_from(["full", "nearest", "first"])
-
 
 def whole(of: Step) -> Int32s:
     return np.concatenate((of.prompt_ids, of.response_ids))
-
-
-def extending(now: Step, before: Step) -> Step:
-    """A full-prompt step as one that carries only what an earlier step lacks."""
-    earlier = whole(before)
-    shorter = min(len(earlier), len(now.prompt_ids))
-    differs = np.flatnonzero(earlier[:shorter] != now.prompt_ids[:shorter])
-    length = int(differs[0]) if len(differs) else shorter
-    if not length:
-        return now
-    return replace(
-        now, prompt_ids=now.prompt_ids[length:], extends=Extension(before.index, length, digest(earlier[:length]))
-    )
-
-
-def in_form(steps: list[Step], index: int, form: str) -> Step:
-    """A step as a sender may send it: its whole prompt, or what it lacks of the one before or of the first one."""
-    if form == "full" or not index:
-        return steps[index]
-    return extending(steps[index], steps[index - 1 if form == "nearest" else 0])
 
 
 def sampled(made: list[Step], of: TrajectoryId, uid: str) -> list[Step]:
@@ -72,7 +47,7 @@ def rows(world: World, group_id: int, mode: Any) -> list[dict[str, Any]]:
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(episodes(), min_size=2, max_size=2), st.sampled_from(["linear", "tree"]), st.data())
-def test_any_order_any_form_and_any_repetition_give_the_same_rows(
+def test_any_order_and_any_repetition_give_the_same_rows(
     made: list[list[Step]], mode: Any, data: st.DataObject
 ) -> None:
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
@@ -80,19 +55,14 @@ def test_any_order_any_form_and_any_repetition_give_the_same_rows(
         work = straight.generator.claimed()
         assert mixed.generator.claimed() == work
         ids = [TrajectoryId(work.group_id, sample) for sample in work.samples]
-        steps = [sampled(episode, of, work.prompt_uid) for episode, of in zip(made, ids, strict=True)]
+        steps = [sampled(shared_form(episode), of, work.prompt_uid) for episode, of in zip(made, ids, strict=True)]
         ends = [TrajectoryEnd(of, work.prompt_uid, len(e), "stop", 1.0) for e, of in zip(steps, ids, strict=True)]
         for episode, end in zip(steps, ends, strict=True):
             assert isinstance(straight.generator.send(episode, [end]), Receipt)
         places = [(g, index) for g, episode in enumerate(steps) for index in range(len(episode))]
         again = data.draw(st.lists(st.sampled_from(places), max_size=4))
-        sent: dict[tuple[int, int], str] = {}
         for g, index in data.draw(st.permutations([*places, *again])):
-            # Two references of different lengths can be compared only once the steps before them are there.
-            comparable = (g, index) not in sent or all((g, before) in sent for before in range(index))
-            form = data.draw(FORMS if comparable else st.sampled_from(["full", sent[g, index]]))
-            sent.setdefault((g, index), form)
-            answer = mixed.generator.send([in_form(steps[g], index, form)])
+            answer = mixed.generator.send([steps[g][index]])
             assert isinstance(answer, Receipt), answer
         for end in ends:
             assert isinstance(mixed.generator.send([], [end]), Receipt)
@@ -104,16 +74,16 @@ def test_any_order_any_form_and_any_repetition_give_the_same_rows(
 
 
 def turns(of: TrajectoryId, uid: str, count: int, new: int = 40) -> list[Step]:
-    """A long episode in the full form."""
-    rng, history, made = np.random.default_rng(of.sample), np.zeros(0, np.int32), list[Step]()
+    """A long episode; each step continues the step before it."""
+    rng, history, made, extends = np.random.default_rng(of.sample), np.zeros(0, np.int32), list[Step](), None
     for index in range(count):
-        prompt = np.concatenate((history, rng.integers(0, 500, new, np.int32)))
-        response = rng.integers(0, 500, new, np.int32)
+        prompt, response = rng.integers(0, 500, (2, new), np.int32)
         made.append(
             Step(of, uid, index, prompt, response, np.full(new, -1, np.float32), np.ones(new, np.bool_),
-                 np.full(new, START.pack(), np.int64))
+                 np.full(new, START.pack(), np.int64), extends=extends)
         )  # fmt: skip
-        history = np.concatenate((prompt, response))
+        history = np.concatenate((history, prompt, response))
+        extends = Extension(index, len(history), digest(history))
     return made
 
 
@@ -122,24 +92,6 @@ def long_world(folder: Path) -> World:
     return World(
         folder, config(env={"max_turns": 60}, generator=generator, trainer={"max_tokens_per_micro_batch": 1 << 14})
     )
-
-
-def grown(world: World, count: int) -> tuple[int, int]:
-    """Bytes that one episode of so many turns, sent turn by turn with full prompts, takes in memory and on disk."""
-    work = world.generator.claimed()
-    of = TrajectoryId(work.group_id, 0)
-    memory, disk = world.buffer.status().n_bytes, world.buffer.status().journal_position
-    for now in turns(of, work.prompt_uid, count):
-        assert isinstance(world.generator.send([now]), Receipt)
-    status = world.buffer.status()
-    return status.n_bytes - memory, status.journal_position - disk
-
-
-def test_an_episode_of_fifty_turns_sent_with_full_prompts_is_kept_in_its_new_tokens(tmp_path: Path) -> None:
-    world = long_world(tmp_path)
-    short, long = grown(world, 10), grown(world, 50)
-    for few, many in zip(short, long, strict=True):
-        assert many < 5.2 * few, (short, long)
 
 
 def test_turns_sent_all_again_with_each_new_one_are_journalled_once(tmp_path: Path) -> None:
@@ -152,22 +104,6 @@ def test_turns_sent_all_again_with_each_new_one_are_journalled_once(tmp_path: Pa
         positions.append(world.buffer.status().journal_position)
     each = np.diff(positions)
     assert each[-1] <= each[1] + 64  # a frame's padding
-
-
-def test_a_turn_that_starts_over_keeps_what_it_shares_with_an_earlier_one(tmp_path: Path) -> None:
-    world = long_world(tmp_path)
-    work = world.generator.claimed()
-    of = TrajectoryId(work.group_id, 0)
-    made = turns(of, work.prompt_uid, 4)
-    compacted = replace(made[3], prompt_ids=np.concatenate((whole(made[0]), made[3].prompt_ids[-40:])))
-    for now in [*made[:3], compacted]:
-        assert isinstance(world.generator.send([now]), Receipt)
-    for sample in work.samples:
-        at = TrajectoryId(work.group_id, sample)
-        end = TrajectoryEnd(at, work.prompt_uid, 4 if sample == 0 else 0, "stop", 1.0)
-        assert isinstance(world.generator.send([], [end]), Receipt)
-    kept = world.buffer.complete_group(work.group_id).steps
-    assert kept.extends_K.tolist() == [-1, 0, 1, 2] and kept.extends_length_K.tolist() == [0, 80, 160, 80]
 
 
 def routed(of: Step, expert: int, dtype: type[np.generic] = np.int16) -> Step:
@@ -190,31 +126,20 @@ def test_a_journal_whose_experts_are_int16_goes_on_with_bytes(tmp_path: Path) ->
     assert np.unique(kept.routed_experts_N).tolist() == [-1, 3]
 
 
-@pytest.mark.parametrize("expert", [3, 4])
-def test_a_full_prompt_with_routed_experts_of_its_own_keeps_them(tmp_path: Path, expert: int) -> None:
-    world = long_world(tmp_path)
-    work = world.generator.claimed()
-    made = turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 2)
-    assert isinstance(world.generator.send([routed(made[0], 3)]), Receipt)
-    assert isinstance(world.generator.send([routed(made[1], expert)]), Receipt)
-    ends = [TrajectoryEnd(TrajectoryId(work.group_id, s), work.prompt_uid, 2 - 2 * s, "stop", 1.0) for s in (0, 1)]
-    assert isinstance(world.generator.send([], ends), Receipt)
-    kept = world.buffer.complete_group(work.group_id).steps
-    assert kept.extends_K[1] == -1 and kept.routed_experts_N is not None
-    assert (kept.routed_experts_N[kept.offsets_K[1] :] == expert).all()
-
-
-@pytest.mark.parametrize("first", ["full", "nearest", "first"])
-@pytest.mark.parametrize("then", ["full", "nearest", "first"])
-def test_a_step_that_differs_is_a_conflict_in_every_form(tmp_path: Path, first: str, then: str) -> None:
+@pytest.mark.parametrize("part", ["prompt", "reference", "no reference"])
+def test_a_step_that_differs_is_a_conflict(tmp_path: Path, part: str) -> None:
     world = long_world(tmp_path)
     work = world.generator.claimed()
     made = turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 3)
-    other = [*made[:2], replace(made[2], prompt_ids=np.append(made[2].prompt_ids[:-1], np.int32(499)))]
-    assert made[2].prompt_ids[-1] != 499
-    assert isinstance(world.generator.send([made[0], made[1], in_form(made, 2, first)]), Receipt)
-    assert isinstance(again := world.generator.send([in_form(made, 2, then)]), Receipt) and again.duplicate
-    answer = world.generator.send([in_form(other, 2, then)])
+    assert isinstance(world.generator.send(made), Receipt)
+    assert isinstance(again := world.generator.send(made[2:]), Receipt) and again.duplicate
+    shorter = np.concatenate((whole(made[0]), made[1].prompt_ids))
+    other = {
+        "prompt": replace(made[2], prompt_ids=np.append(made[2].prompt_ids[:-1], np.int32(499))),
+        "reference": replace(made[2], extends=Extension(1, len(shorter), digest(shorter))),
+        "no reference": replace(made[2], extends=None),
+    }[part]
+    answer = world.generator.send([other])
     assert isinstance(answer, Refusal) and answer.reason == RefusalReason.CONFLICT
 
 
@@ -264,22 +189,11 @@ def test_a_trajectory_that_contradicts_itself_is_refused_in_one_message_or_in_tw
         work = world.generator.claimed()
         of = TrajectoryId(work.group_id, 0)
         made = turns(of, work.prompt_uid, 3)
-        steps, ends = change(
-            [in_form(made, index, "nearest") for index in range(3)], TrajectoryEnd(of, work.prompt_uid, 3, "stop", 1.0)
-        )
+        steps, ends = change(made, TrajectoryEnd(of, work.prompt_uid, 3, "stop", 1.0))
         if not together:
             assert isinstance(world.generator.send(steps[:2]), Receipt)
         answer = world.generator.send(steps if together else steps[2:], ends)
         assert isinstance(answer, Refusal) and answer.reason is reason
-
-
-def test_two_references_that_nobody_can_follow_yet_are_refused_with_the_reason(tmp_path: Path) -> None:
-    world = long_world(tmp_path)
-    work = world.generator.claimed()
-    made = turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 3)
-    assert isinstance(world.generator.send([in_form(made, 2, "nearest")]), Receipt)
-    answer = world.generator.send([in_form(made, 2, "first")])
-    assert isinstance(answer, Refusal) and answer.reason == RefusalReason.PREFIX
 
 
 @pytest.mark.parametrize("crash", [False, True])
@@ -302,78 +216,3 @@ def test_gaps_in_a_generators_message_numbers_take_bounded_memory() -> None:
         ledger.accept(Sender("g", 1, number), [], routing=None, now=0.0)
     assert len(ledger.state.generators["g"].received) <= MESSAGES_REMEMBERED
     assert [ledger.received(Sender("g", 1, number)) for number in (3998, 3997, 2)] == [True, False, False]
-
-
-def stripped_turns(of: TrajectoryId, uid: str, count: int, new: int = 40) -> list[Step]:
-    """Full prompts none of which continues the step before: each answer loses its first half once it is history."""
-    rng, history, made = np.random.default_rng(0), np.zeros(0, np.int32), list[Step]()
-    for now in turns(of, uid, count, new):
-        prompt = np.concatenate((history, rng.integers(0, 500, new, np.int32)))
-        made.append(replace(now, prompt_ids=prompt))
-        history = np.concatenate((prompt, now.response_ids[new // 2 :]))
-    return made
-
-
-def test_full_prompts_that_never_continue_are_kept_in_their_new_tokens(tmp_path: Path) -> None:
-    world = long_world(tmp_path)
-    work = world.generator.claimed()
-    made = stripped_turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 50)
-    grew = []
-    for now in made:
-        before = world.buffer.status().n_bytes
-        assert isinstance(world.generator.send([now]), Receipt)
-        grew.append(world.buffer.status().n_bytes - before)
-    token_bytes = bytes_per_token(steps_table(made))
-    assert set(grew[1:]) == {
-        grew[0] + token_bytes * 20
-    }  # what is left of an answer stands where it did not stand before
-
-
-def test_memory_holds_what_is_kept_of_full_prompts_and_not_the_messages(tmp_path: Path) -> None:
-    world = long_world(tmp_path)
-    work = world.generator.claimed()
-    made = stripped_turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 60, new=60)
-    messages = [world.generator.message([now]) for now in made]
-    sent = sum(map(len, messages))
-    tracemalloc.start()
-    try:
-        while messages:
-            assert isinstance(world.buffer.submit(bytes(memoryview(messages.pop(0)))), Receipt)
-            world.journal.sync()
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert held < sent / 2
-
-
-def calls_of(run: Callable[[], object]) -> int:
-    """How many functions are called, those of Python and of its extensions."""
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return calls
-
-
-def test_looking_up_full_prompts_costs_what_the_prompts_cost(tmp_path: Path) -> None:
-    def calls(count: int) -> int:
-        """Function calls that the buffer makes for an episode of so many turns."""
-        generator = {"max_input_length": 1 << 15, "max_generate_length": 64}
-        settings = config(
-            env={"max_turns": count}, generator=generator, trainer={"max_tokens_per_micro_batch": 1 << 16}
-        )
-        world = World(tmp_path / str(count), settings)
-        work = world.generator.claimed()
-        made = stripped_turns(TrajectoryId(work.group_id, 0), work.prompt_uid, count)
-        messages = [world.generator.message([now]) for now in made]
-        return calls_of(lambda: [world.buffer.submit(message) for message in messages])
-
-    assert calls(200) < 5 * calls(50)  # comparing every prompt with all before it would take 16 times as many

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
-
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.verbs import Receipt
-from service.types import Step, TrajectoryEnd, TrajectoryId
+from service.types import TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, World, step
-from tests.pure.handoff.worlds import shared
 
 ROOT = Path(__file__).parents[3]
 MAX_FILES = 12
@@ -39,7 +36,7 @@ def files_on_the_way(run: Callable[[], Any]) -> list[str]:
     return sorted({str(path.relative_to(ROOT)) for path in inside})
 
 
-def whole_trajectories(world: World, form: Callable[[Sequence[Step]], list[Step]]) -> list[bytes]:
+def whole_trajectories(world: World) -> list[bytes]:
     """The messages of one group, each with a whole trajectory of three steps that continue one another."""
     work = world.generator.claimed()
     messages = []
@@ -47,14 +44,13 @@ def whole_trajectories(world: World, form: Callable[[Sequence[Step]], list[Step]
         of = TrajectoryId(work.group_id, sample)
         steps = [step(of, work.prompt_uid, index) for index in range(3)]
         end = TrajectoryEnd(of, work.prompt_uid, 3, "stop", float(sample))
-        messages.append(world.generator.message(form(steps), [end]))
+        messages.append(world.generator.message(steps, [end]))
     return messages
 
 
-@pytest.mark.parametrize("form", [shared, list], ids=["references", "full prompts"])
-def test_a_message_is_followed_through_few_files(tmp_path: Path, form: Callable[[Sequence[Step]], list[Step]]) -> None:
+def test_a_message_is_followed_through_few_files(tmp_path: Path) -> None:
     world = World(tmp_path)
-    first, last = whole_trajectories(world, form)
+    first, last = whole_trajectories(world)
     assert isinstance(world.buffer.submit(first), Receipt)
     answers: list[Any] = []
     files = files_on_the_way(lambda: answers.append(world.buffer.submit(last)))
@@ -64,7 +60,7 @@ def test_a_message_is_followed_through_few_files(tmp_path: Path, form: Callable[
 
 def test_a_mini_batch_is_formed_in_few_files(tmp_path: Path) -> None:
     world = World(tmp_path)
-    for message in [*whole_trajectories(world, shared), *whole_trajectories(world, shared)]:
+    for message in [*whole_trajectories(world), *whole_trajectories(world)]:
         assert isinstance(world.buffer.submit(message), Receipt)
     groups = [world.buffer.complete_group(group_id) for group_id in range(2)]
     history, settings = VersionHistory(START), BatchSettings(ranks=1, token_budget=256, max_staleness=8)

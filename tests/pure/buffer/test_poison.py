@@ -20,7 +20,7 @@ from service.handoff.verbs import Assignment, Receipt
 from service.types import Ends, Refusal, Sender, Step, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 from tests.invariant import fingerprint
 from tests.pure.buffer.world import World, config, step
-from tests.pure.handoff.worlds import shared
+from tests.pure.handoff.worlds import whole_prompts
 
 INTEGERS = (
     0,
@@ -81,7 +81,7 @@ def message(rng: np.random.Generator, world: World, work: Assignment) -> StepGro
         ]
         if dressed:
             made = [replace(s, reward=float(s.index)) for s in made]
-        steps += made if whole else shared(made)
+        steps += whole_prompts(made) if whole else made
         ends += [TrajectoryEnd(of, work.prompt_uid, len(made), "stop", 1.0)] * int(rng.integers(3))
     order = rng.permutation(len(steps))
     table: Steps = select(steps_table(steps), np.concatenate((order, order[: int(rng.integers(3))])))

@@ -1,6 +1,5 @@
 import errno
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -221,7 +220,7 @@ def test_what_comes_too_late_for_a_used_group_is_not_in_it_when_it_is_trained_ag
         world.generator.finish(work)
     open_work, first = world.generator.claimed(), world.train()
     of, late = TrajectoryId(open_work.group_id, 0), TrajectoryId(used[0].group_id, 0)
-    steps = [step(of, open_work.prompt_uid, 0), replace(step(late, "another", 1), index=0)]
+    steps = [step(of, open_work.prompt_uid, 0), step(late, "another", 0, first=40)]
     answer = world.generator.send(steps, [TrajectoryEnd(late, "another", 4, "stop", 7.0)])
     assert isinstance(answer, Receipt) and answer.late == (late,)
     world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=0)

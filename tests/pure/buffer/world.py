@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from service.columns import digest
 from service.config import Config
 from service.config.core_settings import batch_settings, buffer_settings, message_limits, worst_bytes
 from service.handoff.buffer import Buffer
@@ -17,7 +18,17 @@ from service.handoff.leases import BatchJob
 from service.handoff.steps import wire
 from service.handoff.steps.builder import step_group
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
-from service.types import NO_VERSION, MiniBatch, PolicyVersion, Refusal, Sender, Step, TrajectoryEnd, TrajectoryId
+from service.types import (
+    NO_VERSION,
+    Extension,
+    MiniBatch,
+    PolicyVersion,
+    Refusal,
+    Sender,
+    Step,
+    TrajectoryEnd,
+    TrajectoryId,
+)
 from tests.recorded import KeepingDisk, replayed
 
 START = PolicyVersion(1, 0)
@@ -59,8 +70,8 @@ def config(**sections: dict[str, Any]) -> Config:
 
 def step(trajectory: TrajectoryId, uid: str, index: int, version: PolicyVersion = START, first: int = 10) -> Step:
     """A step of 3 prompt tokens and 2 sampled ones that continues the steps before it."""
-    prompt = np.arange(first, first + 3 + 5 * index, dtype=np.int32)
-    response = np.arange(first + len(prompt), first + len(prompt) + 2, dtype=np.int32)
+    tokens = np.arange(first, first + 5 * index + 5, dtype=np.int32)
+    before, prompt, response = np.split(tokens, [5 * index, 5 * index + 3])
     return Step(
         trajectory=trajectory,
         prompt_uid=uid,
@@ -70,16 +81,14 @@ def step(trajectory: TrajectoryId, uid: str, index: int, version: PolicyVersion 
         logprobs=np.full(2, -0.5, np.float32),
         loss_mask=np.ones(2, np.bool_),
         versions=np.full(2, version.pack(), np.int64),
+        extends=Extension(index - 1, len(before), digest(before)) if index else None,
     )
 
 
 def appended_end(of: Step) -> Step:
     """The same step with an end-of-sequence token that code appended."""
-    return Step(
-        trajectory=of.trajectory,
-        prompt_uid=of.prompt_uid,
-        index=of.index,
-        prompt_ids=of.prompt_ids,
+    return replace(
+        of,
         response_ids=np.append(of.response_ids, np.int32(1)),
         logprobs=np.append(of.logprobs if of.logprobs is not None else [], np.float32(0)),
         loss_mask=np.append(of.loss_mask, False),

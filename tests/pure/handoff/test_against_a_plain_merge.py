@@ -1,8 +1,13 @@
-"""The merge against one that is written for the eye: whole token lists, compared with every row, whatever it costs."""
+"""The merge against one that is written for the eye: whole token lists, compared with every row, whatever it costs.
+
+A token is (the step that carries it, its place there, its id): equal tokens of two steps are different tokens unless
+one of the steps refers to them.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,12 +17,14 @@ from hypothesis import strategies as st
 
 from service.columns import digest
 from service.handoff.prefixes.merge import merge
-from service.handoff.prefixes.prefix_index import PrefixIndex
+from service.handoff.prefixes.sharing import shared_form
 from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import row_objects, step_objects
+from service.handoff.steps.tables import row_objects
 from service.types import Extension, Row, Step, TrajectoryId
 from tests.pure.handoff.test_properties import MODES, SLOW_MACHINE, TOKENS
-from tests.pure.handoff.worlds import share_prefixes, step, whole_prompts
+from tests.pure.handoff.worlds import step, whole_prompts
+
+Token = tuple[int, int, int]
 
 
 @dataclass
@@ -27,10 +34,10 @@ class PlainRow:
     steps: list[Step]
     prompt_length: int
     first_sampled: int
-    tokens: list[tuple[int, float, bool]] = field(default_factory=list)
+    tokens: list[tuple[Token, float, bool]] = field(default_factory=list)
 
     @property
-    def ids(self) -> list[int]:
+    def ids(self) -> list[Token]:
         return [token for token, *_ in self.tokens]
 
 
@@ -38,7 +45,16 @@ def ids_of(of: Step) -> list[int]:
     return [*of.prompt_ids.tolist(), *of.response_ids.tolist()]
 
 
-def same(a: list[int], b: list[int]) -> int:
+def written_out(steps: list[Step]) -> list[list[Token]]:
+    """The prompt and response of each step, as tokens; steps come by index and may have references."""
+    wholes: list[list[Token]] = []
+    for now in steps:
+        before = [] if now.extends is None else wholes[now.extends.step][: now.extends.length]
+        wholes.append(before + [(now.index, place, token) for place, token in enumerate(ids_of(now))])
+    return wholes
+
+
+def same(a: Sequence[object], b: Sequence[object]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -46,9 +62,11 @@ def alike(a: Step, b: Step) -> bool:
     return a.temperature == b.temperature and (a.logprobs is None) == (b.logprobs is None)
 
 
-def outcome(rows: list[PlainRow], before: list[Step], now: Step, mode: str) -> tuple[str, int, int]:
+def outcome(
+    rows: list[PlainRow], before: list[Step], now: Step, wholes: list[list[Token]], mode: str
+) -> tuple[str, int, int]:
     """(what becomes of a step, the row that matters, how many of its tokens are shared)."""
-    prompt = now.prompt_ids.tolist()
+    prompt = wholes[now.index][: -len(now.response_ids)]
     shared = {r: same(row.ids, prompt) for r, row in enumerate(rows)}
     if mode == "linear":
         shared = {r: length for r, length in shared.items() if r == len(rows) - 1}
@@ -59,20 +77,21 @@ def outcome(rows: list[PlainRow], before: list[Step], now: Step, mode: str) -> t
         return "extended", chosen, whole[chosen]
     nearest = max(shared, key=shared.__getitem__)
     if mode == "tree":  # of several, the row of the step that had those tokens first
-        first = next(s for s in before if same(ids_of(s), prompt) >= shared[nearest])
+        first = next(s for s in before if same(wholes[s.index], prompt) >= shared[nearest])
         nearest = next(r for r, row in enumerate(rows) if first in row.steps)
     forked = shared[nearest] > rows[nearest].first_sampled
     return "forked" if forked else "reset", nearest, 0
 
 
 def plain_rows(steps: list[Step], mode: str, counts: Counter[str]) -> list[PlainRow]:
-    """The rows of one trajectory, whose steps have their whole prompts and come by index."""
-    rows: list[PlainRow] = []
+    """The rows of one trajectory, whose steps come by index."""
+    rows, wholes = list[PlainRow](), written_out(steps)
     for at, now in enumerate(steps):
-        prompt, response = now.prompt_ids.tolist(), now.response_ids.tolist()
+        n_prompt = len(wholes[at]) - len(now.response_ids)
+        prompt, response = wholes[at][:n_prompt], wholes[at][n_prompt:]
         name, chosen, length = "", 0, 0
         if rows and mode != "off":
-            name, chosen, length = outcome(rows, steps[:at], now, mode)
+            name, chosen, length = outcome(rows, steps[:at], now, wholes, mode)
         if name == "extended":
             row = rows[chosen]
         else:
@@ -129,8 +148,8 @@ def sent(steps: list[Step], index: int, data: st.DataObject) -> Step:
 def plain_facts(row: PlainRow) -> dict[str, Any]:
     response = row.tokens[row.prompt_length :]
     return {
-        "prompt_ids": row.ids[: row.prompt_length],
-        "response_ids": row.ids[row.prompt_length :],
+        "prompt_ids": [token for *_, token in row.ids[: row.prompt_length]],
+        "response_ids": [token for *_, token in row.ids[row.prompt_length :]],
         "logprobs": None if row.steps[0].logprobs is None else [logprob for _, logprob, _ in response],
         "loss_mask": [sampled for *_, sampled in response],
         "reward": row.steps[-1].reward,
@@ -153,11 +172,12 @@ def made_facts(row: Row) -> dict[str, Any]:
 
 @SLOW_MACHINE
 @given(st.data(), MODES)
-def test_any_trees_in_any_form_and_order_merge_as_in_the_plain_merge(data: st.DataObject, mode: Any) -> None:
+def test_any_trees_with_any_references_in_any_order_merge_as_in_the_plain_merge(data: st.DataObject, mode: Any) -> None:
     episodes = [data.draw(trees(TrajectoryId(0, sample))) for sample in range(data.draw(st.integers(1, 2)))]
     counts: Counter[str] = Counter()
-    plain = [row for steps in episodes for row in plain_rows(steps, mode, counts)]
-    steps = [sent(steps, index, data) for steps in episodes for index in range(len(steps))]
+    as_sent = [[sent(steps, index, data) for index in range(len(steps))] for steps in episodes]
+    plain = [row for steps in as_sent for row in plain_rows(steps, mode, counts)]
+    steps = [step for episode in as_sent for step in episode]
     again = data.draw(st.lists(st.sampled_from(steps), max_size=3))
     table = steps_table(data.draw(st.permutations([*steps, *again])))
     merged = merge(table, mode)
@@ -169,31 +189,11 @@ def test_any_trees_in_any_form_and_order_merge_as_in_the_plain_merge(data: st.Da
 
 @SLOW_MACHINE
 @given(st.data())
-def test_what_is_shared_of_any_trees_is_written_out_again_as_it_was(data: st.DataObject) -> None:
+def test_each_prompt_is_sent_as_the_longest_prefix_that_an_earlier_step_has(data: st.DataObject) -> None:
     steps = data.draw(trees(TrajectoryId(0, 0)))
-    first, later = list[Step](), list[Step]()
-    for index in range(len(steps)):
-        now = sent(steps, index, data)
-        there = now.extends is None or now.extends.step in {s.index for s in first}
-        (first if there and data.draw(st.booleans()) else later).append(now)
-    known = steps_table(data.draw(st.permutations(first))) if first else None
-    small = step_objects(share_prefixes(steps_table(later), known)) if later else []
-    again = steps_table(whole_prompts([*first, *small]))
-    assert again.token_ids_N.tolist() == steps_table(steps).token_ids_N.tolist()
-
-
-@SLOW_MACHINE
-@given(st.data())
-def test_a_full_prompt_shares_as_much_as_the_nearest_earlier_step_has_when_steps_come_in_order(
-    data: st.DataObject,
-) -> None:
-    steps = data.draw(trees(TrajectoryId(0, 0)))
-    table, earlier = steps_table(steps), PrefixIndex()
-    for k, now in enumerate(steps):
-        found = earlier.references(table, [k], np.ones(len(steps), np.bool_), {}) if k else {}
-        shared = max((same(ids_of(before), now.prompt_ids.tolist()) for before in steps[:k]), default=0)
-        assert (found[k].length if found else 0) == shared
-        if found:
-            assert same(ids_of(steps[found[k].step]), now.prompt_ids.tolist()) == shared
-            assert found[k].digest == digest(now.prompt_ids[:shared])
-        earlier.arrived(table, k)
+    made = sorted(shared_form(data.draw(st.permutations(steps))), key=lambda step: step.index)
+    assert steps_table(whole_prompts(made)).token_ids_N.tolist() == steps_table(steps).token_ids_N.tolist()
+    for now, before in zip(made, steps, strict=True):
+        shared = max((same(ids_of(s), before.prompt_ids.tolist()) for s in steps[: now.index]), default=0)
+        assert (now.extends.length if now.extends is not None else 0) == shared
+    assert steps_table(shared_form(made)).token_ids_N.tolist() == steps_table(made).token_ids_N.tolist()

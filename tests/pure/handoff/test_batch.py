@@ -19,7 +19,7 @@ from service.handoff.steps.stop_reason import OVER_LONG
 from service.handoff.steps.tables import ends_table
 from service.handoff.steps.wire import decode_mini_batch, encode_mini_batch
 from service.types import MicroBatch, PolicyVersion, TrajectoryEnd, TrajectoryId
-from tests.pure.handoff.worlds import end, episode, step
+from tests.pure.handoff.worlds import end, episode, shared, step
 
 SETTINGS = BatchSettings(ranks=2, token_budget=256, max_staleness=2)
 
@@ -36,7 +36,7 @@ def group(rng: np.random.Generator, group_id: int, samples: int = 4) -> Complete
     for sample in range(samples):
         trajectory, turns = TrajectoryId(group_id, sample), int(rng.integers(1, 5))
         reward = float(rng.integers(0, 2))
-        steps += episode(rng, turns, trajectory, f"p{group_id}", reward)
+        steps += shared(episode(rng, turns, trajectory, f"p{group_id}", reward))
         ends.append(end(trajectory, turns, reward, f"p{group_id}"))
     order = rng.permutation(len(steps))
     return CompleteGroup(group_id, f"p{group_id}", steps_table([steps[k] for k in order]), ends_table(ends))
@@ -56,7 +56,7 @@ def test_a_mini_batch_holds_every_trajectory_once_and_whole() -> None:
 
 
 def test_tokens_beyond_the_staleness_bound_carry_no_loss_and_are_counted() -> None:
-    steps = [step(0, [1], [2, 3], version=0), step(1, [1, 2, 3, 4], [5], version=3)]
+    steps = shared([step(0, [1], [2, 3], version=0), step(1, [1, 2, 3, 4], [5], version=3)])
     batch = form_mini_batch(
         1, [CompleteGroup(0, "a", steps_table(steps), ends_table([end(steps=2)]))], history_up_to(4), SETTINGS
     )

@@ -30,8 +30,7 @@ from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import merge
-from service.handoff.prefixes.prefix_index import PrefixIndex
-from service.handoff.prefixes.sharing import dedupe_prefixes
+from service.handoff.prefixes.sharing import shared_form
 from service.handoff.prefixes.step_equality import in_order
 from service.rollout.step_sinks import StepColumns
 from service.columns import concat
@@ -45,12 +44,14 @@ class Told(Step):
     entropy: object = None
 
 def columns(*steps):
-    made = StepColumns()
+    made, told = StepColumns(), []
     for index, prompt, response, entropy in steps:
         sampled = np.ones(len(response), np.bool_)
         parts = np.array(prompt, np.int32), np.array(response, np.int32), -sampled.astype(np.float32), sampled
         versions = np.zeros(len(response), np.int64)
-        made.append(Told(TrajectoryId(0, 0), "a", index, *parts, versions, entropy=entropy))
+        told.append(Told(TrajectoryId(0, 0), "a", index, *parts, versions, entropy=entropy))
+    for step in shared_form(told):
+        made.append(step)
     made.end(TrajectoryEnd(TrajectoryId(0, 0), "a", len(steps), "stop", 1.0))
     return made
 
@@ -58,10 +59,7 @@ sent = columns((0, [1, 2], [3, 4], [0.25, 0.5]), (1, [1, 2, 3, 4, 5], [6], [0.75
 limits = Limits(100, 50, 50, 9, 1, 1, 1 << 20)
 group = decode(encode(sent.step_group(Sender("g", 1, 0))), limits)
 assert refusal(group, limits) is None
-assert group.steps.entropy_N.tolist() == [0, 0, 0.25, 0.5, 0, 0, 0, 0, 0, 0.75, 0, 0, 0, 0, 1]
-
-wanted_K = (group.steps.extends_K < 0) & (group.steps.index_K > 0)
-shared = dedupe_prefixes(group.steps, wanted_K, lambda of: None, lambda of: PrefixIndex())
+shared = group.steps
 assert shared.entropy_N.tolist() == [0, 0, 0.25, 0.5, 0, 0.75, 0, 1]
 
 def contradiction(*tables):

@@ -13,7 +13,7 @@ import pytest
 from service.columns import digest
 from service.handoff.batches.pack import Layout, place
 from service.handoff.prefixes.merge import merge
-from service.handoff.prefixes.prefix_index import check_references
+from service.handoff.prefixes.step_tree import check_references
 from service.handoff.steps.builder import steps_table
 from service.types import Extension, Int32s, Step, Steps
 from tests.pure.handoff.worlds import step
@@ -107,7 +107,7 @@ def test_merging_costs_what_the_new_tokens_cost(shape: Shape, mode: Any, rows: i
 def test_checking_references_costs_what_the_new_tokens_cost(shape: Shape) -> None:
     def prepared(count: int) -> Callable[[], Any]:
         steps = episode(shape, count)
-        return lambda: check_references(steps)
+        return lambda: check_references((steps, k) for k in range(count))
 
     assert growth(prepared) < ALLOWED
 

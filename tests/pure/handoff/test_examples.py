@@ -19,7 +19,6 @@ SHAPES = (
     "batches.advantages",
     "prefixes.merge",
     "prefixes.sharing",
-    "prefixes.prefix_index",
     "steps.builder",
 )
 """Modules that change the shape of data."""

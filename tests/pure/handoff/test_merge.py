@@ -7,11 +7,11 @@ import pytest
 
 from service.columns import widened
 from service.handoff.prefixes.merge import Mode, merge, merge_steps
-from service.handoff.prefixes.prefix_index import PrefixError
+from service.handoff.prefixes.sharing import shared_form
+from service.handoff.prefixes.step_tree import PrefixError
 from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import step_objects
 from service.types import NO_VERSION, ROUTE_NATIVELY, Extension
-from tests.pure.handoff.worlds import episode, ids, share_prefixes, shared, step, whole_prompts
+from tests.pure.handoff.worlds import ids, shared, step
 
 EXAMPLE = [
     step(0, [10, 20, 30], [40, 50], reward=0.5),
@@ -29,21 +29,12 @@ def test_a_step_that_extends_its_predecessor_shares_its_row() -> None:
     assert (row.first_step, row.last_step, row.reward) == (0, 1, 1.0)
 
 
-def test_sharing_prefixes_and_writing_them_out_again_gives_the_steps_back() -> None:
-    table = steps_table(episode(np.random.default_rng(1), 5))
-    small = share_prefixes(table)
-    assert len(small.token_ids_N) < len(table.token_ids_N)
-    assert (small.extends_K == [-1, 0, 1, 2, 3]).all()
-    again = steps_table(whole_prompts(step_objects(small)))
-    assert (again.token_ids_N == table.token_ids_N).all() and (again.offsets_K == table.offsets_K).all()
-
-
 @pytest.mark.parametrize("mode", ["linear", "tree"])
-def test_a_full_prompt_continues_only_a_step_whose_tokens_it_repeats(mode: Mode) -> None:
+def test_a_prompt_continues_only_a_step_whose_tokens_it_repeats(mode: Mode) -> None:
     steps = [step(0, [1, 2], [3, 4]), step(1, [1, 2, 3, 9, 5], [6]), step(2, [1, 2, 3, 9, 5, 6, 7], [8])]
-    counts = merge(steps_table(steps), mode).counts
+    counts = merge(steps_table(shared_form(steps)), mode).counts
     assert (counts["extended"], counts["forked"], counts["rows"]) == (1, 1, 2)
-    assert merge(steps_table([steps[0], replace(steps[2], index=1)]), mode).counts["forked"] == 1
+    assert merge(steps_table(shared_form([steps[0], replace(steps[2], index=1)])), mode).counts["forked"] == 1
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.uint8])

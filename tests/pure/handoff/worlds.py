@@ -9,11 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from service.columns import digest
-from service.handoff.prefixes.prefix_index import PrefixIndex
-from service.handoff.prefixes.sharing import dedupe_prefixes
 from service.handoff.steps.limits import Limits
-from service.handoff.steps.tables import trajectory_ids
-from service.types import Extension, Int32s, Sender, Step, Steps, TrajectoryEnd, TrajectoryId
+from service.types import Extension, Int32s, Sender, Step, TrajectoryEnd, TrajectoryId
 
 SENDER = Sender("generator-0", 1, 0)
 
@@ -99,12 +96,3 @@ def whole_prompts(steps: Iterable[Step]) -> list[Step]:
         wholes[now.index] = np.concatenate((now.prompt_ids, now.response_ids))
         made.append(now)
     return made
-
-
-def share_prefixes(steps: Steps, known: Steps | None = None) -> Steps:
-    """The same steps in shared form; `known` are steps of the same trajectories that came before."""
-    indices: dict[TrajectoryId, PrefixIndex] = {}
-    for k, of in enumerate([] if known is None else trajectory_ids(known)):
-        indices.setdefault(of, PrefixIndex()).arrived(known, k)
-    wanted_K = (steps.extends_K < 0) & (steps.index_K > 0)
-    return dedupe_prefixes(steps, wanted_K, lambda of: None, lambda of: indices.get(of, PrefixIndex()))

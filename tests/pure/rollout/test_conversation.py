@@ -65,15 +65,13 @@ async def test_a_message_that_an_environment_uses_again_stays_in_the_history_as_
     )
 
 
-async def test_a_history_that_the_template_rewrites_forks_with_its_whole_prompt(stripping_chat: Chat) -> None:
+async def test_a_history_that_the_template_rewrites_is_sent_from_where_it_changed(stripping_chat: Chat) -> None:
     engine = ScriptedEngine(stripping_chat, lambda words: "what is none look fox age")
     environment = ScriptedEnvironment([told("17"), told("24"), told("x", 1.0, True)])
     steps, end = await play(stripping_chat, engine, environment, conversation="rerender")
-    assert [step.extends for step in steps] == [None, None, None]
+    assert [step.extends and step.extends[:2] for step in steps] == [None, (0, 12), (1, 22)]
     assert whole_prompts(steps) == engine.prompts
-    assert stripping_chat.text(steps[2].prompt_ids) == (
-        "user what is the age of fox ? assistant look fox age user 17 assistant look fox age user 24 assistant"
-    )
+    assert stripping_chat.text(steps[2].prompt_ids) == "look fox age user 24 assistant"
     assert environment.heard == ["what is none look fox age"] * 3
     assert (end.n_steps, end.reward) == (3, 1.0)
 
@@ -127,9 +125,9 @@ async def test_an_environment_may_replace_the_history_by_a_shorter_one(chat: Cha
     environment = ScriptedEnvironment([StepResult([], 0.0, False, history=shorter), told("24"), told("x", 1.0, True)])
     steps, _ = await play(chat, engine, environment, conversation=mode)
     assert engine.prompts[1] == chat.prompt(shorter).tolist()
-    assert steps[1].extends is None
-    assert steps[2].extends is not None
-    assert steps[2].extends.step == 1
+    first, second = (step.extends for step in steps[1:])
+    assert first is not None and (first.step, first.length) == (0, 2), "only the opening of the user's turn is the same"
+    assert second is not None and second.step == 1
     assert whole_prompts(steps) == engine.prompts
 
 

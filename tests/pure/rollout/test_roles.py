@@ -67,7 +67,7 @@ async def test_each_role_has_a_conversation_of_its_own_and_gets_rewards_also_lat
     ]
     steps, end, failure, engine = await played(chat, results)
     assert failure == "" and engine.prompts == whole_prompts(steps)
-    assert [step.extends and step.extends.step for step in steps] == [None, None, 0, 1]
+    assert [step.extends and step.extends.step for step in steps] == [None, 0, 0, 1]
     assert engine.prompts[1] == chat.prompt([Message(role="user", content="is it 17 ?")]).tolist()
     main = [*QUESTION.prompt, Message(role="assistant", content="answer 17"), Message(role="user", content="no")]
     assert engine.prompts[2] == chat.prompt(main).tolist()

@@ -42,7 +42,7 @@ def stripping_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
 
 
 async def episode(chat: Chat, mode: Mode) -> list[SupervisedRow]:
-    """What the agent loop makes of the same words; a step that extends none begins a row."""
+    """What the agent loop makes of the same words."""
     said = iter(SAID)
     closes = mode != "inline"
 
@@ -55,11 +55,12 @@ async def episode(chat: Chat, mode: Mode) -> list[SupervisedRow]:
     rows: list[SupervisedRow] = []
     for step in steps:
         ids = np.concatenate([step.prompt_ids, step.response_ids])
-        mask = np.arange(len(ids)) >= len(step.prompt_ids)
-        if step.extends is None:
-            rows.append(SupervisedRow(ids, mask))
-        else:
-            rows[-1] = SupervisedRow(np.append(rows[-1].token_ids, ids), np.append(rows[-1].loss_mask, mask))
+        mask, before = np.arange(len(ids)) >= len(step.prompt_ids), (ids[:0], np.zeros(0, np.bool_))
+        if step.extends is not None:
+            before = rows[-1].token_ids[: step.extends.length], np.zeros(step.extends.length, np.bool_)
+            if step.extends.length == len(rows[-1].token_ids):  # it continues the row
+                before = rows.pop()
+        rows.append(SupervisedRow(np.append(before[0], ids), np.append(before[1], mask)))
     return rows
 
 

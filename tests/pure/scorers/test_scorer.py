@@ -16,6 +16,7 @@ from aiohttp import web
 from service.config.rollout import ScorerConfig
 from service.errors import UserError
 from service.handoff.ledger.scores import sampled_tokens
+from service.handoff.prefixes.sharing import shared_form
 from service.handoff.scoring import Answer
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.roles import packed_roles
@@ -29,7 +30,6 @@ from service.scorers.scorer import Scorer
 from service.scorers.teacher import taught
 from service.types import Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import step
-from tests.pure.handoff.worlds import share_prefixes
 from tests.pure.learn.test_credit_split import played
 
 WORDS = [f"w{i}" for i in range(64)]
@@ -217,9 +217,7 @@ def test_each_sampled_token_gets_the_log_probability_of_its_own_context(seed: in
     rng = np.random.default_rng(seed)
     steps = [each for sample in range(3) for each in played(rng, TrajectoryId(0, sample), int(rng.integers(1, 5)))]
     order = rng.permutation(len(steps))
-    table = steps_table([steps[i] for i in order])
-    if seed % 2:
-        table = share_prefixes(table)
+    table = steps_table([(shared_form(steps) if seed % 2 else steps)[i] for i in order])
 
     def of_context(token_ids: list[int]) -> float:
         return -float(hash(tuple(token_ids)) % 1000) / 1000
