@@ -24,7 +24,7 @@ FAMILIES = (
     "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "seed_oss",
     "smollm3", "starcoder2",
 )  # fmt: skip
-"""Model types that can be trained: they pass the comparisons of `service.learn.proof`, and vLLM supports them."""
+"""Model types that can be trained: they pass the comparisons of `tests/families`, and vLLM supports them."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys under which a config.json may have the number of experts per layer; the key depends on the family."""
@@ -158,7 +158,7 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
         return (
             f"model type {given!r:.80} is none of the {len(FAMILIES)} families in docs/models.md"
             + (f", the nearest is {near}" if near else "")
-            + f"; `baton models check` on this folder tells what fails with {transformers_of(config)}"
+            + f"; `python -m tests.families FOLDER` tells what fails with {transformers_of(config)}"
         )
     return quantised(config)
 

@@ -70,13 +70,11 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase("reading the configuration", after=SHORT_SECONDS):
         from service.config import check_paths
         from service.config.command_line import checked_config
-        from service.learn.proof.unknown import refuse_unknown
         from service.run.metrics_port import listening_socket
 
         config, source = checked_config(arguments, overrides)
         with source.named_in_errors():
             config, revisions = downloaded(config)
-            refuse_unknown(config.model.path)
             check_paths(config)
             listening_socket(config.metrics).close()  # a taken port is refused before Ray is loaded
     refuse_missing_vllm()

@@ -33,7 +33,6 @@ examples:
   baton sft model.path=MODEL data.train=mine.jsonl       # supervised training, before RL
   baton eval runs/quickstart data.eval_make_rows=200     # evaluates a run, a checkpoint or a model
   baton config validate --config mine.yaml               # reports mistakes, starts nothing
-  baton models check MODEL                               # whether its family is trained rightly, and what fails
   baton plan --config mine.yaml --gpu h100 --gpus 8      # whether it fits, how fast it would be, what would bind
   baton config show --config mine.yaml buffer.lookahead=0
   baton config schema > config.schema.json               # for completion in an editor
@@ -69,7 +68,6 @@ COMMANDS = (
     Command("eval", "evaluate a model, a run or a checkpoint", "service.cli.evaluate", True),
     Command("export", "write the weights of a run or a checkpoint as a Hugging Face folder", "service.cli.export"),
     Command("config", "show or check a configuration, or print its schema", "service.cli.configuration"),
-    Command("models", "check that a model's family is trained rightly", "service.cli.models"),
     Command("status", "what a run is doing now, or how it ended", "service.cli.status"),
     Command("logs", "what the parts of a run print", "service.cli.logs"),
     # Optional commands: if the line and the folder of one are removed, everything else works.

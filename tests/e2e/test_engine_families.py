@@ -13,11 +13,11 @@ import ray
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.families import small_model
 from service.config import ModelConfig, WeightsConfig
 from service.rollout.engine import Generation, Sampling
 from service.types import PolicyVersion
 from tests.e2e.test_engine import ATOL, CONFIG, difference, logprobs, started, update, weights_of
+from tests.families.engine import small_model
 
 pytestmark = pytest.mark.slow
 

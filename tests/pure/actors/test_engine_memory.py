@@ -10,7 +10,7 @@ from actors.engine import vllm_arguments as arguments_module
 from actors.engine.vllm_arguments import GPU_BATCHED_TOKENS, EngineSettings, engine_arguments
 from service.config import load_config
 from service.errors import UserError
-from service.learn.proof.small import small_config
+from tests.families.small import small_config
 
 QUICKSTART = "configs/quickstart.yaml"
 

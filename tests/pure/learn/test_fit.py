@@ -25,8 +25,8 @@ from service.learn.estimate.kv_cache import check_engine, kv_token_bytes, reques
 from service.learn.estimate.step import StepEstimate
 from service.learn.model.hf_config import MAX_SHAPE, read_config
 from service.learn.model.policy_model import Checkpointing, trained_shapes
-from service.learn.proof.small import small_config
 from service.learn.settings import FitSettings
+from tests.families.small import small_config
 from tests.pure.learn.builders import fitting
 from tests.pure.learn.test_estimate import MICRO_BATCH_TOKENS, configured, folder_of
 

@@ -15,7 +15,7 @@ from service.learn.model.hf_checkpoint import check_weights
 from service.learn.model.hf_config import read_config, text_config, unread_weights
 from service.learn.model.names import HEAD, Names
 from service.learn.model.policy_model import stored_shapes
-from service.learn.proof.small import shrunk
+from tests.families.small import shrunk
 from tests.pure.learn.builders import CPU, settings
 
 MULTIMODAL = ("qwen3_5", "qwen3_5_moe", "gemma3")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,15 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from service.cli.models import run_check
 from service.errors import UserError
 from service.learn.attention_layout import Bucket
 from service.learn.device_batch import DeviceBatch
 from service.learn.model import attention, router_replay
-from service.learn.proof.prove import Finding, prove
-from service.learn.proof.small import small_config
-from service.learn.proof.table import HEADING, family_line
 from service.model_folder import FAMILIES
+from tests.families.__main__ import check
+from tests.families.prove import Finding, prove
+from tests.families.small import small_config
+from tests.families.table import HEADING, family_line
 from tests.pure.learn.test_shared_prefix import of_gpu
 from tests.pure.learn.varlen import use_flash4
 
@@ -37,7 +36,13 @@ def failed(findings: list[Finding]) -> dict[str, str]:
     return {finding.name: finding.reason for finding in findings if not finding.holds}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+EACH_KIND = ("qwen3", "qwen3_moe", "gpt_oss", "qwen3_next")
+"""Dense, experts, windows with sinks, linear attention."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in EACH_KIND else pytest.mark.full) for name in FAMILIES]
+)
 def test_every_way_to_train_a_family_equals_its_own_code_and_the_page_tells_so(family: str) -> None:
     config = small_config(family)
     findings = prove(config)
@@ -134,18 +139,14 @@ def test_a_folder_of_an_unknown_family_gets_a_line_for_each_comparison(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small_config("olmo").save_pretrained(tmp_path)
-
-    class Arguments:
-        model = str(tmp_path)
-
-    assert run_check(Arguments(), []) in (0, 1)  # type: ignore[arg-type]
+    assert check(str(tmp_path)) in (0, 1)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[0] == "loads"
     assert lines[-1].startswith("olmo ")
 
 
 def test_a_reason_is_printed_once_and_without_the_path_of_the_small_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_check(Namespace(model="mixtral"), []) == 1
+    assert check("mixtral") == 1
     said = capsys.readouterr().out
     assert said.count("has no weight") == 1 and "padded, shared prefixes" in said and "the same as packed" in said
     assert "the small model has no weight" in said and "baton-proof" not in said and "model.path" not in said
@@ -157,7 +158,7 @@ def test_a_reason_is_printed_once_and_without_the_path_of_the_small_model(capsys
         ("models/nothere", "models/nothere: no such folder"),
         ("models/nothere/config.json", "models/nothere: no such folder"),
         ("./", "there is no config.json"),
-        ("nonsense", "`baton models table` lists the families"),
+        ("nonsense", "docs/models.md lists the families"),
         ("Qwen33", "the nearest family is qwen3"),
     ],
 )
@@ -166,7 +167,7 @@ def test_what_is_no_model_is_told_and_a_family_is_named_only_if_it_is_near(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=f"{re.escape(why)}$") as told:
-        run_check(Namespace(model=model), [])
+        check(model)
     assert ("nearest" in str(told.value)) == ("nearest" in why)
 
 
@@ -174,9 +175,5 @@ def test_a_folder_with_quantised_weights_is_refused_as_such(tmp_path: Path) -> N
     config = small_config("qwen3")
     config.quantization_config = {"quant_method": "fp8"}
     config.save_pretrained(tmp_path)
-
-    class Arguments:
-        model = str(tmp_path)
-
     with pytest.raises(UserError, match="its weights are quantised"):
-        run_check(Arguments(), [])  # type: ignore[arg-type]
+        check(str(tmp_path))

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from transformers import PretrainedConfig
 
 from service.learn.model.hf_config import logit_scale
-from service.learn.proof.prove import Finding, prove
-from service.learn.proof.small import small_config
 from service.model_folder import experts_of
+from tests.families.prove import Finding, prove
+from tests.families.small import small_config
 
 HEADING = """\
 | family | layers | what is read from its configuration | comparisons | largest difference |

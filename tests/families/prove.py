@@ -28,10 +28,10 @@ from service.learn.model.hf_checkpoint import load_weights, stored_names, write_
 from service.learn.model.hf_config import read_config, unread_weights
 from service.learn.model.lora import LoraLinear, add_adapter
 from service.learn.model.policy_model import PolicyModel, allocate, empty_model, stored_buffers
-from service.learn.proof.exact import Exact, exactly
 from service.learn.sequence_parallel import WHOLE, Slice
 from service.model_folder import experts_of
 from service.types import MicroBatch, SupervisedRow
+from tests.families.exact import Exact, exactly
 
 TOLERANCE = 1e-9
 CPU = torch.device("cpu")

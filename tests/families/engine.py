@@ -1,4 +1,4 @@
-"""Small random models of several families: `python -m benchmarks.families agreement gemma3 olmo3`.
+"""Small random models of several families: `python -m tests.families.engine agreement gemma3 olmo3`.
 
 agreement    differences in nats of the same sampled tokens' log-probabilities, by engine, trainer and transformers
 model        writes a model in place of the Qwen3 that a recipe makes: `... model gemma3 --folder FOLDER`, and then
@@ -29,12 +29,12 @@ from benchmarks.gpu.small_engine import sampled, settings
 from service.config import load
 from service.errors import RunFailed, UserError
 from service.learn.model.policy import Policy
-from service.learn.proof.small import small_config
 from service.learn.settings import LearnSettings
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.engine import Sampling
 from service.run.inputs import make_policy
 from service.types import Float64s, MicroBatch
+from tests.families.small import small_config
 
 FAMILIES = ("gemma3", "glm4_moe", "gpt_oss", "olmo3", "qwen3_5", "qwen3_5_moe", "smollm3")
 SIZES = {

@@ -1,45 +1,49 @@
-"""`baton models`: checks that training computes a model as the code of the model's family does."""
+"""Checks that training computes a small model like MODEL as the code of the model's family does; without MODEL, prints
+the table of families in docs/models.md."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from transformers import PretrainedConfig
+from transformers.utils import logging
 
 from service.errors import UserError
+from service.learn.model.hf_config import read_config
 from service.model_folder import FAMILIES, MODEL_CONFIG, model_config, near_family, quantised
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-ABOUT = "A family is trained if a small random model of it passes the comparisons of docs/models.md. They run on a CPU."
-
-EXAMPLES = """\
-examples:
-  baton models check models/Qwen3-0.6B                   # a folder, or its config.json: a small model of the same kind
-  baton models check gpt_oss                             # a model type, as transformers configures it by default
-  baton models table                                     # the table in docs/models.md
-"""
+from tests.families.prove import prove
+from tests.families.small import shrunk, small_config
+from tests.families.table import families_table
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `baton models`."""
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    about = "whether a model's family is trained rightly, and what fails"
-    check = actions.add_parser("check", help=about, description=f"Say {about}.")
-    check.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a config.json, or a model type")
-    check.set_defaults(command=run_check)
-    table = actions.add_parser("table", help="print the table of families in docs/models.md")
-    table.set_defaults(command=run_table)
-
-
-def run_check(arguments: argparse.Namespace, _: list[str]) -> int:
-    """Print the result of each comparison; returns 1 if a comparison fails."""
-    folder = _folder(arguments.model)  # refused at once: what follows takes seconds to load
-    from service.learn.proof.prove import prove
-
+def main() -> int:
+    """Check the model that is named, or print the table of all families; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.families", description=__doc__)
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a Hugging Face folder, a config.json or a model type; none: the table",
+    )
+    model = parser.parse_args().model
     _quietly()
-    config = _small(arguments.model, folder)
+    try:
+        if model is not None:
+            return check(model)
+        for line in families_table(FAMILIES):
+            print(line, end="", flush=True)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def check(model: str) -> int:
+    """Print the result of each comparison; returns 1 if a comparison fails."""
+    config = _small(model, _folder(model))
     findings = prove(config)
     alike: dict[str, list[str]] = {}
     for finding in findings:
@@ -59,20 +63,7 @@ def run_check(arguments: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def run_table(arguments: argparse.Namespace, _: list[str]) -> int:
-    """Print a line for each supported family."""
-    from service.learn.proof.table import families_table
-
-    _quietly()
-    for line in families_table(FAMILIES):
-        print(line, end="", flush=True)
-    return 0
-
-
 def _quietly() -> None:
-    import torch
-    from transformers.utils import logging
-
     torch.set_num_threads(1)  # the models are so small that threads would only wait for each other
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -96,9 +87,6 @@ def _folder(model: str) -> Path | None:
 def _small(model: str, folder: Path | None) -> PretrainedConfig:
     """A small model like the one in a folder, or of a model type; raises a `UserError` if transformers has no such
     model, or if the model's weights are quantised."""
-    from service.learn.model.hf_config import read_config
-    from service.learn.proof.small import shrunk, small_config
-
     if folder is not None and (reason := quantised(model_config(folder))):
         raise UserError(f"{model} cannot be trained: {reason}")
     try:
@@ -107,9 +95,13 @@ def _small(model: str, folder: Path | None) -> PretrainedConfig:
         near = near_family(model)
         raise UserError(
             f"{model}: neither a folder with a {MODEL_CONFIG} nor a model type of the installed transformers; "
-            + (f"the nearest family is {near}" if near else "`baton models table` lists the families")
+            + (f"the nearest family is {near}" if near else "docs/models.md lists the families")
         ) from error
     except (AttributeError, KeyError) as error:
         raise UserError(
             f"{model} cannot be trained: its configuration lacks what all families have: {error}"
         ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
