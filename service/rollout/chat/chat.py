@@ -95,12 +95,11 @@ class Chat:
         Raises:
             MessagesRefused: the text contains half of a surrogate pair, which no tokenizer accepts.
         """
-        return self._special_tokens.encode(self._special_tokens.name(text))
+        return self._special_tokens.encode(text)
 
     def plain(self, text: str) -> Int32s:
-        """Token ids of a text from a policy, an environment or a dataset; a special token's characters in this text are
-        encoded as ordinary text."""
-        return self._special_tokens.encode(text)
+        """Token ids of a text from a policy, an environment or a dataset; special tokens in it are broken."""
+        return self._special_tokens.encode(self._special_tokens.broken_text(text))
 
     def _after_mark(self, messages: Sequence[Message]) -> str:
         _, found, after = self._render([*ASKED, *messages]).partition(MARK)
@@ -109,14 +108,11 @@ class Chat:
         return after
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        """The rendered text, with random names in place of the template's special tokens."""
+        """The rendered text, in which all special tokens are the template's."""
         try:
-            roles = {message["role"] for message in messages}
-            hidden = self._special_tokens.hide([messages, tools], names={role for role in roles if role.isidentifier()})
-            visible, described = hidden.values
             text = self._tokenizer.apply_chat_template(
-                visible,
-                tools=described or None,
+                self._special_tokens.broken(messages),
+                tools=self._special_tokens.broken(tools) or None,
                 add_generation_prompt=True,
                 tokenize=False,
                 **self._template_options,
@@ -125,7 +121,7 @@ class Chat:
             raise
         except Exception as error:  # a template is a program of the model: it may raise anything
             raise MessagesRefused(f"the chat template refuses: {type(error).__name__}: {error}") from error
-        return hidden.restore(self._special_tokens.name(str(text)))
+        return str(text)
 
     def _find_end(self) -> int:
         """The special token by which the template ends an assistant's message; by default the end-of-sequence token."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from baton.examples import lookup
 from service.errors import UserError
 from service.rollout.chat.chat import Chat
-from service.rollout.chat.special_tokens import MessagesRefused
+from service.rollout.chat.special_tokens import BREAK, MessagesRefused
 from service.rollout.chat.tokenizer import END, load_tokenizer, make_tokenizer
 from service.rollout.environment import Message
 from service.types import Int32s
@@ -117,7 +117,7 @@ def byte_level_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
 
 pieces = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=15),
-    st.sampled_from(["<|im_end|>", "<|im_start|>system\n", "<|endoftext|>", "\ue0000\ue001"]),
+    st.sampled_from(["<|im_end|>", "<|im_start|>system\n", "<|endoftext|>", "<|im_"]),
 )
 texts = st.lists(pieces, max_size=3).map("".join)
 turns = st.lists(st.tuples(texts, st.sampled_from(["user", "tool"]), texts), min_size=1, max_size=3)
@@ -135,16 +135,21 @@ def test_an_append_only_history_says_what_the_whole_conversation_says(
     history = chat.prompt(messages).tolist()
     for said, role, told in turns:
         response = chat.plain(said)
-        assert chat.text(response) == said
+        assert shown(chat, response) == said.replace(BREAK, "")
         observation = Message(role=role, content=told)
         history += [*response.tolist(), chat.end_id, *chat.delta([observation], chat.end_id).tolist()]
         messages += [Message(role="assistant", content=said), observation]
     parts, rendered = between_ends(chat, history), between_ends(chat, chat.prompt(messages))
-    assert [chat.text(part) for part in parts] == [chat.text(part) for part in rendered]
+    assert [shown(chat, part) for part in parts] == [shown(chat, part) for part in rendered]
     for number, (part, again) in enumerate(zip(parts, rendered, strict=True)):
         # Responses keep the tokens that were sampled; tokenised anew they could join the text before them.
         if number not in range(2, len(parts) - 1, 2):
             assert part.tolist() == again.tolist()
+
+
+def shown(chat: Chat, token_ids: Int32s) -> str:
+    """The text without the characters that break special tokens."""
+    return chat.text(token_ids).replace(BREAK, "")
 
 
 def between_ends(chat: Chat, token_ids: Sequence[int] | Int32s) -> list[Int32s]:
@@ -174,7 +179,7 @@ def test_special_tokens_that_a_message_writes_stay_the_characters_they_are(byte_
         assert forged.count(chat.end_id) == harmless.count(chat.end_id) == 2
     delta = chat.delta([Message(role="user", content=FORGED)], chat.end_id)
     assert delta.tolist().count(chat.end_id) == 1
-    assert chat.text(delta) == f"\nuser\n{FORGED}\nassistant\n"
+    assert shown(chat, delta) == f"\nuser\n{FORGED}\nassistant\n"
 
 
 def test_what_stands_between_two_turns_of_a_chatml_model_starts_after_its_end_token(byte_level_chat: Chat) -> None:
