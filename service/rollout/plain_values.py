@@ -1,133 +1,35 @@
-"""Copies values that users' code returns into plain types, with bounded depth and size.
+"""Copies values that users' code returns into plain types of bounded size.
 
     a mapping, a list subclass, a numpy number, a str subclass   ->   dict, list, float or int, str (and bool, None)
 
-To copy a value, methods of its class are called; these may raise any error, so the caller has to handle all errors. The
-finished copy contains only plain types.
+The copy is made by way of JSON, which bounds its depth and size. Methods of a value's class are called, and may raise
+any error, so all errors are caught.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from numbers import Real
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from service.handoff.steps.reward import NEEDED, is_reward
 from service.handoff.steps.stop_reason import StopReason
-from service.rollout.environment import MAIN, Message, StepResult, is_text
+from service.rollout.chat.tools import MAX_DEPTH, is_shallow
+from service.rollout.environment import MAIN, Message, StepResult
 from service.rollout.limits import AgentLimits
 from service.rollout.user_errors import describe_error, type_name
 
-MAX_DEPTH = 64
-"""Maximum number of nested lists and mappings around a value."""
-MAX_PLACE_CHARACTERS = 200
-"""Maximum characters of a value's path (such as `['hits'][1]`) in an error message."""
-VALUE_CHARACTERS = 8
-"""Characters that a number or other value without text counts as, so that the number of such values is limited, too."""
 NUMBER_CHARACTERS = 1 << 10
-"""Maximum characters of a reward as text."""
+"""Maximum characters of a reward as JSON."""
 INFO_CHARACTERS = 1 << 16
-"""Maximum characters of all names and values in one `info` together."""
-
-
-class NotPlain(Exception):
-    """Raised if a value is not allowed; the message states the path of the value and which values are allowed."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem)
-        self.problem, self.place = problem, ""
-
-    def __str__(self) -> str:
-        return f"{self.place} {self.problem}"
-
-
-class Copier:
-    """Copies values into plain types. All texts of a value, including the names in mappings, may have at most `most`
-    characters together.
-
-    Values of the types in `also` are passed on without a copy. With `any_text`, texts may contain half of a surrogate
-    pair.
-
-    >>> Copier(1000).copy({"hits": (np.float32(0.5), None)})
-    {'hits': [0.5, None]}
-    >>> Copier(1000).copy({"hits": [1, {2, 3}]})
-    Traceback (most recent call last):
-    service.rollout.plain_values.NotPlain: ['hits'][1] is a set; allowed are texts, numbers, None, lists and mappings
-    """
-
-    def __init__(self, most: int, also: tuple[type, ...] = (), any_text: bool = False) -> None:
-        self._most = self._left = most
-        self._also = also
-        self._any_text = any_text
-        self._depth = 0
-
-    def copy(self, value: Any) -> Any:
-        """A plain copy of the value.
-
-        Raises:
-            NotPlain: the value has another type, is not a valid text, is nested too deeply or is too large.
-        """
-        kind = type(value)  # `isinstance` would run code of the value's class
-        if issubclass(kind, str):
-            return self._text(value)
-        self._count(VALUE_CHARACTERS)
-        if value is None or kind is bool or issubclass(kind, self._also):
-            return value
-        if kind is dict or issubclass(kind, Mapping):
-            return dict(self._inside(value.items(), has_names=True))
-        if kind is list or (issubclass(kind, Sequence) and not issubclass(kind, bytes | bytearray | memoryview)):
-            return [item for _, item in self._inside(enumerate(value), has_names=False)]
-        if issubclass(kind, int):
-            number = int.__int__(value)
-            self._count(number.bit_length() // 3)
-            return number
-        if issubclass(kind, np.generic):
-            item = value.item()
-            return float(item) if isinstance(item, np.generic) else self.copy(item)
-        if issubclass(kind, Real):
-            return float(value)
-        raise NotPlain(f"is a {type_name(value)}; allowed are texts, numbers, None, lists and mappings")
-
-    def _inside(self, items: Iterable[tuple[Any, Any]], has_names: bool) -> list[tuple[Any, Any]]:
-        """The (name or index, copy) of each value in a container."""
-        if self._depth == MAX_DEPTH:
-            raise NotPlain(f"is nested too deeply; allowed are {MAX_DEPTH} levels")
-        self._depth += 1
-        copied = []
-        for key, item in items:
-            place = self._name(key) if has_names else key
-            try:
-                copied.append((place, self.copy(item)))
-            except NotPlain as refused:
-                refused.place = f"[{place!r:.80}]{refused.place[:MAX_PLACE_CHARACTERS]}"
-                raise
-        self._depth -= 1
-        return copied
-
-    def _name(self, key: object) -> str:
-        """A name as text; names that are numbers become texts, as in JSON."""
-        try:
-            name = self.copy(key)
-        except NotPlain as refused:
-            raise NotPlain(f"has a name that {refused.problem}") from None
-        if isinstance(name, list | dict):
-            raise NotPlain(f"has a name that is a {type_name(key)}; allowed are texts and numbers")
-        return str(name)
-
-    def _text(self, value: object) -> str:
-        text = str.__str__(value)
-        self._count(len(text))
-        if not (self._any_text or text.isascii() or is_text(text)):
-            raise NotPlain("holds half a surrogate pair; allowed is text that UTF-8 can encode")
-        return text
-
-    def _count(self, characters: int) -> None:
-        self._left -= characters
-        if self._left < 0:
-            raise NotPlain(f"is too large; allowed are {self._most} characters in all")
+"""Maximum characters of one `info` as JSON."""
+MAX_ITEMS = 1 << 12
+"""Maximum number of values in a mapping or sequence of another type than dict, list and tuple; it may be endless."""
 
 
 class NotAllowed(Exception):
@@ -180,14 +82,15 @@ def plain_reward(value: Any, name: str = "reward") -> float:
         NotAllowed: the value is not such a number.
     """
     reason = StopReason.ENVIRONMENT_REWARD
-    number = _plain(name, value, NUMBER_CHARACTERS, reason, (int, float), NEEDED)
-    if not is_reward(number):
+    number = value if type(value) is float else _plain(name, value, NUMBER_CHARACTERS, reason)
+    if not isinstance(number, int | float) or not is_reward(number):
         raise NotAllowed(reason, f"{name} is {number!r:.80}; {NEEDED} is needed")
     return float(number)
 
 
 def plain_info(value: Any, field: str = "info") -> dict[str, float]:
-    """Check an `info` and return its numbers by name; empty for None. `field`: the mapping's name in error messages.
+    """Check an `info` and return its numbers by name; empty for None. A number that no float holds becomes NaN.
+    `field`: the mapping's name in error messages.
 
     Raises:
         NotAllowed: the value is not such a mapping, or too large.
@@ -197,15 +100,14 @@ def plain_info(value: Any, field: str = "info") -> dict[str, float]:
     reason = StopReason.ENVIRONMENT_ERROR
     info = _plain(field, value, INFO_CHARACTERS, reason, dict, "a mapping of names to numbers")
     for name, number in info.items():
-        if not isinstance(number, int | float):
+        if not isinstance(number, int | float | None):
             raise NotAllowed(reason, f"{field}[{name!r:.80}] is {number!r:.80}; a number is needed")
-    return {name: float_or_nan(number) for name, number in info.items()}
+    return {name: _as_float(number) for name, number in info.items()}
 
 
-def float_or_nan(number: float) -> float:
-    """The number as a float; NaN if it is infinite, NaN, or too large for a float."""
+def _as_float(number: float | None) -> float:
     try:
-        return float(number) if math.isfinite(number) else math.nan
+        return math.nan if number is None else float(number)  # JSON has null for NaN and infinity
     except OverflowError:
         return math.nan
 
@@ -226,13 +128,39 @@ def _plain(
     kind: type | tuple[type, ...] = object,
     needed: str = "",
 ) -> Any:
-    """A copy of a value that must be of the given kind, with up to `most` characters."""
+    """A copy of a value that must be of the given kind, with up to `most` characters as JSON."""
     try:
-        copied = Copier(most).copy(value)
-    except NotPlain as refused:
-        raise NotAllowed(reason, f"{field}{refused}") from None
-    except BaseException as error:  # noqa: BLE001 - the copy runs methods of the value's class, which may raise anything
+        text = msgspec.json.encode(value, enc_hook=_simpler).decode()
+        if len(text) > most:
+            raise NotAllowed(reason, f"{field} is too large; allowed are {most} characters in all")
+        copied = msgspec.json.decode(text)
+    except NotAllowed:
+        raise
+    except BaseException as error:  # noqa: BLE001 - methods of the value's class may raise anything
         raise NotAllowed(reason, f"{field} cannot be read: {describe_error(error)}") from None
+    if not is_shallow(copied):
+        raise NotAllowed(reason, f"{field} is nested too deeply; allowed are {MAX_DEPTH} levels")
     if not isinstance(copied, kind):
         raise NotAllowed(reason, f"{field} is {copied!r:.80}; {needed} is needed")
     return copied
+
+
+def _simpler(value: Any) -> Any:
+    """A value of a simpler type, for a type that msgspec does not know.
+
+    Raises:
+        TypeError: there is none.
+    """
+    kind = type(value)
+    if issubclass(kind, np.generic):
+        item = value.item()
+        return float(item) if isinstance(item, np.generic) else item
+    for base, plain in ((str, str.__str__), (int, int.__int__), (Real, float)):
+        if issubclass(kind, base):
+            return plain(value)
+    if issubclass(kind, Mapping | Sequence):
+        items = list(islice(value.items() if issubclass(kind, Mapping) else value, MAX_ITEMS + 1))
+        if len(items) > MAX_ITEMS:
+            raise TypeError(f"a {type_name(value)} of more than {MAX_ITEMS} values")
+        return dict(items) if issubclass(kind, Mapping) else items
+    raise TypeError(f"a {type_name(value)}; allowed are texts, numbers, None, lists and mappings")

@@ -15,8 +15,6 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from datetime import date, time, timedelta
-from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,15 +26,13 @@ import xxhash
 from service.config.rollout import COLDEST, HOTTEST
 from service.errors import RunFailed, UserError
 from service.files import atomic_file
+from service.rollout.chat.tools import MAX_DEPTH, is_shallow
 from service.rollout.environment import Message, Task, is_text
-from service.rollout.plain_values import Copier, NotPlain
 
 ENCODED = frozenset({"uid", "prompt", "env_class", "tools"})
 """Columns whose texts are written to prompts, logs and journals, so they must be valid UTF-8."""
 COLUMN_CHARACTERS = 1 << 24
-"""Maximum characters of one column in one row."""
-COLUMN_TYPES = (bytes, date, time, timedelta, Decimal)
-"""Types of parquet values that are allowed in addition to the types of JSON."""
+"""Maximum characters of one column in one row, as JSON."""
 MAX_UID_LENGTH = 512
 """Maximum characters of a uid. A message to the buffer lists the uid of every step in its header, whose size is
 limited."""
@@ -157,7 +153,7 @@ class _Columns(msgspec.Struct):
 
 def _task(columns: Mapping[Any, Any], number: int, path: Path) -> Task:
     """A checked row; errors name file, row and column."""
-    plain = {str(column): _plain(str(column), value, number, path) for column, value in columns.items()}
+    plain = {str(column): _checked(str(column), value, number, path) for column, value in columns.items()}
     if not plain.get("prompt"):
         others = [column for column in plain if column != "prompt"]
         hint = ""
@@ -169,7 +165,7 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path) -> Task:
         raise _error(path, number, "prompt", f"is missing{hint}; {wanted}")
     if isinstance(tools := plain.get("tools"), str) and tools.startswith("["):
         try:
-            plain["tools"] = _plain("tools", json.loads(tools), number, path)
+            plain["tools"] = _checked("tools", json.loads(tools), number, path)
         except (ValueError, RecursionError) as error:
             raise _error(path, number, "tools", f"no JSON: {error}") from error
     try:
@@ -192,11 +188,20 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path) -> Task:
     )
 
 
-def _plain(column: str, value: Any, number: int, path: Path) -> Any:
+def _checked(column: str, value: Any, number: int, path: Path) -> Any:
+    """The value of a column, if it is not too large and not nested too deeply."""
+    deep = f"is nested too deeply; allowed are {MAX_DEPTH} levels"
     try:
-        return Copier(COLUMN_CHARACTERS, COLUMN_TYPES, any_text=column not in ENCODED).copy(value)
-    except NotPlain as refused:
-        raise _error(path, number, column, str(refused).strip()) from refused
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError as error:
+        raise _error(path, number, column, deep) from error
+    if len(text) > COLUMN_CHARACTERS:
+        raise _error(path, number, column, f"is too large; allowed are {COLUMN_CHARACTERS} characters in all")
+    if not is_shallow(value):
+        raise _error(path, number, column, deep)
+    if column in ENCODED and not is_text(text):
+        raise _error(path, number, column, "holds half a surrogate pair; allowed is text that UTF-8 can encode")
+    return value
 
 
 def _error(path: Path, number: int, column: str, problem: str) -> UserError:

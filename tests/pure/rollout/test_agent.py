@@ -226,7 +226,7 @@ class Unspeakable(Exception):
         (told("17")._replace(reward=10**400), "environment_reward"),
         (told("17")._replace(reward=10**5000), "environment_reward"),
         (told("17")._replace(info=5), "environment_error"),
-        (told("17")._replace(info={"why": None}), "environment_error"),
+        (told("17")._replace(info={"why": "it"}), "environment_error"),
         (told("17")._replace(done=np.ones(2)), "environment_error"),
         (told("17")._replace(messages=[{"role": ["user"], "content": "17"}]), "environment_output"),
     ],

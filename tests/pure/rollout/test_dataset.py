@@ -113,11 +113,11 @@ def test_a_file_as_other_systems_write_it_is_read_too(tmp_path: Path) -> None:
         ({"prompt": "half a pair \ud800"}, "row 1, column prompt: holds half a surrogate pair"),
         (
             {"prompt": [PROMPT[0] | {"content": "\ud800"}]},
-            r"row 1, column prompt: \[0\]\['content'\] holds half a surr",
+            r"row 1, column prompt: holds half a surr",
         ),
         (
             {"prompt": PROMPT, "note": nested(350)},
-            r"column note: \['x'\].* is nested too deeply; allowed are 64 levels",
+            r"column note: is nested too deeply; allowed are 64 levels",
         ),
         ({"prompt": "x" * (COLUMN_CHARACTERS + 1)}, "column prompt: is too large; allowed are 16777216 characters"),
     ],
