@@ -33,8 +33,8 @@ from service.rollout.environment import Task
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.conversations import conversation_rows, unknown_note
 from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.loss_mask import rows_with_loss_mask
 from service.rollout.prompts.mixture import eval_files
-from service.rollout.prompts.warm_start import demonstration_rows
 from service.run.checkpoints import TRAINER, Manifest
 from service.run.eval_target import EvalTarget
 from service.run.folder import DATA
@@ -166,7 +166,7 @@ def demonstrations(
     synthetic = synthetic_data(env.name, env.trusted_modules, "demonstrations")
     rng = np.random.default_rng(seed)
     conversations = synthetic.demonstrations(warm_start.demonstrations, warm_start.right_fraction, rng)
-    return demonstration_rows(load_chat(model_folder, generator), generator.conversation, conversations)
+    return rows_with_loss_mask(load_chat(model_folder, generator), generator.conversation, conversations)
 
 
 def read_conversations(

@@ -22,7 +22,7 @@ from service.rollout.chat.conversation import Mode
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.environment import Message
 from service.rollout.prompts.dataset import read_rows
-from service.rollout.prompts.warm_start import demonstration_rows
+from service.rollout.prompts.loss_mask import rows_with_loss_mask
 from service.types import SupervisedRow
 
 FORM = 'a row is {"messages": [{"role": "system, user, assistant or tool", "content": "a text"}, ...]}'
@@ -47,7 +47,7 @@ def conversation_rows(path: Path, chat: Chat, mode: Mode, longest: int) -> list[
     rows = []
     for number, columns in enumerate(read_rows(path)):
         try:
-            shown = demonstration_rows(chat, mode, [_messages(columns)])
+            shown = rows_with_loss_mask(chat, mode, [_messages(columns)])
         except (MessagesRefused, ValueError) as error:
             raise UserError(f"dataset {path}, row {number}: {error}") from error
         tokens = max(len(row.token_ids) for row in shown)

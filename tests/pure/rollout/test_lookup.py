@@ -14,7 +14,7 @@ from service.errors import UserError
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, Task
 from service.rollout.environments.registry import synthetic_data
-from service.rollout.prompts.warm_start import demonstration_rows
+from service.rollout.prompts.loss_mask import rows_with_loss_mask
 
 
 def task(seed: int) -> Task:
@@ -109,7 +109,7 @@ def answers_what_was_read(messages: list[Message]) -> bool:
 
 def test_a_demonstration_trains_what_the_assistant_says_and_is_tokenised_like_an_episode(chat: Chat) -> None:
     messages = lookup.demonstrations(1, 1.0, np.random.default_rng(0))[0]
-    (row,) = demonstration_rows(chat, "append", [messages])
+    (row,) = rows_with_loss_mask(chat, "append", [messages])
     said = [message["content"] for message in messages if message["role"] == "assistant"]
     assert chat.text(row.token_ids[row.loss_mask]) == " ".join(said)
     ends = row.token_ids == chat.end_id

@@ -16,7 +16,7 @@ from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.environment import Task
 from service.rollout.environments.registry import make_environment, synthetic_data
-from service.rollout.prompts.warm_start import demonstration_rows
+from service.rollout.prompts.loss_mask import rows_with_loss_mask
 from tests.pure.rollout.conftest import ScriptedEngine, play
 
 MODULES = {"solver_verifier": solver_verifier, "reading": reading}
@@ -36,7 +36,7 @@ def chat_of_both(tmp_path_factory: pytest.TempPathFactory) -> Chat:
 @pytest.mark.parametrize("name", MODULES)
 def test_rows_demonstrations_and_the_environment_are_found_by_name(name: str, chat_of_both: Chat) -> None:
     made = synthetic_data(name, (), "demonstrations")
-    rows = demonstration_rows(chat_of_both, "append", made.demonstrations(64, 0.5, np.random.default_rng(0)))
+    rows = rows_with_loss_mask(chat_of_both, "append", made.demonstrations(64, 0.5, np.random.default_rng(0)))
     assert len(rows) == 64 and all(row.loss_mask.any() for row in rows)
     make_environment(name, {}).check_task(task_of(made.rows(1, 0)[0]))  # type: ignore[attr-defined]
 

@@ -1,4 +1,7 @@
-"""Makes supervised rows from demonstrations, with exactly the tokens that the agent loop would have built."""
+"""Makes the supervised rows of `baton sft` and of the warm start: the tokens that the agent loop would have built.
+
+The loss mask is True for the texts of the assistant and their end tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from service.types import Int32s, SupervisedRow
 EMPTY = SupervisedRow(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_))
 
 
-def demonstration_rows(chat: Chat, mode: Mode, demonstrations: Sequence[Sequence[Message]]) -> list[SupervisedRow]:
-    """The supervised rows of all demonstrations, in order. A demonstration gives one row, or several rows if the prompt
+def rows_with_loss_mask(chat: Chat, mode: Mode, conversations: Sequence[Sequence[Message]]) -> list[SupervisedRow]:
+    """The supervised rows of all conversations, in order. A conversation gives one row, or several rows if the prompt
     of one of its turns rewrites the history."""
-    return [row for messages in demonstrations for row in _rows(chat, mode, list(_turns(messages)))]
+    return [row for messages in conversations for row in _rows(chat, mode, list(_turns(messages)))]
 
 
 def _turns(messages: Sequence[Message]) -> Iterator[tuple[list[Message], str]]:

@@ -12,7 +12,7 @@ from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.environment import Message
-from service.rollout.prompts.warm_start import demonstration_rows
+from service.rollout.prompts.loss_mask import rows_with_loss_mask
 from service.types import SupervisedRow
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, generated, play, told
 
@@ -66,7 +66,7 @@ async def episode(chat: Chat, mode: Mode) -> list[SupervisedRow]:
 
 @pytest.mark.parametrize(("mode", "n_rows"), [("append", 1), ("rerender", 3), ("inline", 1)])
 async def test_a_demonstration_follows_the_conversation_mode(stripping_chat: Chat, mode: Mode, n_rows: int) -> None:
-    shown = demonstration_rows(stripping_chat, mode, [DEMONSTRATION])
+    shown = rows_with_loss_mask(stripping_chat, mode, [DEMONSTRATION])
     played = await episode(stripping_chat, mode)
     assert len(shown) == len(played) == n_rows
     for mine, theirs in zip(shown, played, strict=True):
