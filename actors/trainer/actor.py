@@ -55,8 +55,9 @@ MeetingPoint = tuple[str, int]
 """Address and port at which the ranks form their process group."""
 
 FIRST_PROFILED = 4
-"""The first optimizer step of a rank's process that `trainer.profile_steps` records; the steps before it
-compile small functions."""
+"""The first optimizer step of a rank's process that `trainer.profile_steps` records; the steps before
+it compile small functions."""
+
 SENDING = "sending"
 """Ray's concurrency group of the calls that must not wait for an optimizer step."""
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -134,23 +134,15 @@ def adapter_settings(folder: Path) -> LoraConfig:
     file = folder / ADAPTER_CONFIG
     try:
         settings: Any = json.loads(file.read_text(encoding="utf-8"))
+        if refused := [name for name in REFUSED if settings.get(name)]:
+            raise UserError(f"model.adapter: {file} sets {refused[0]}, which is not trained; merge that adapter first")
         targets = settings["target_modules"]
-        if isinstance(targets, str):
-            raise TypeError(f"target_modules is the pattern {targets!r}")
-        found = LoraConfig(rank=settings["r"], alpha=settings["lora_alpha"], targets=tuple(targets))
-    except OSError as error:
-        raise UserError(f"model.adapter: {file} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        why = str(error)
-        if isinstance(error, ValidationError):
-            problem = error.errors()[0]
-            why = f"{problem['loc'][0]}: {problem['msg']}"
+        if settings["peft_type"] != "LORA" or settings.get("bias") not in (None, "none") or isinstance(targets, str):
+            raise ValueError("peft_type, bias or target_modules is of another kind")
+        return LoraConfig(rank=settings["r"], alpha=settings["lora_alpha"], targets=tuple(targets))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        why = " ".join(str(error).split())
         raise UserError(f"model.adapter: {file} describes no LoRA adapter of named layers: {why:.200}") from error
-    if settings.get("peft_type") != "LORA" or (settings.get("bias") or "none") != "none":
-        raise UserError(f"model.adapter: {file} is no LoRA adapter without biases (peft_type, bias)")
-    if refused := [name for name in REFUSED if settings.get(name)]:
-        raise UserError(f"model.adapter: {file} sets {refused[0]}, which is not trained; merge that adapter instead")
-    return found
 
 
 def check_adapter(folder: Path, lora: LoraConfig, base: Base, shapes: Mapping[str, Sequence[int]]) -> None:
