@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,8 +61,6 @@ class EngineSettings(NamedTuple):
     """Maximum number of requests that run at once."""
     row_tokens: int
     """Maximum number of tokens in a row, that is in a training sequence: prompts and responses."""
-    has_grammars: bool
-    """Whether requests may demand structured output, which vLLM then enforces."""
     request_bytes: Callable[[Any], int]
     """A function that returns the bytes of the longest request in the KV cache, given the model's configuration."""
 
@@ -79,7 +76,6 @@ class EngineSettings(NamedTuple):
             config.run.seed,
             min(MAX_SEQUENCES, groups * config.algorithm.n_samples_per_prompt),
             config.generator.longest_row,
-            config.endpoint is not None and config.endpoint.structured == "constrain",
             lambda model: request_bytes(model, config.generator, config.model.dtype),
         )
 
@@ -109,7 +105,7 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
     generator, model = settings.generator, settings.model
     arguments: dict[str, Any] = {
         "model": str(model_folder),
-        "skip_tokenizer_init": not (generator.stop or settings.has_grammars),
+        "skip_tokenizer_init": not generator.stop,
         "dtype": model.dtype,
         "seed": settings.seed,
         "tensor_parallel_size": generator.tensor_parallel_size,
@@ -128,8 +124,6 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
     if generator.engine_gpus > 1:
         # Inside a placement group vLLM would choose Ray, and refuse the engine's one bundle of several GPUs.
         arguments["distributed_executor_backend"] = "mp"
-    if settings.has_grammars and find_spec("lmformatenforcer") is None:
-        raise UserError("agents.structured: for constrain vLLM needs a package; pip install lm-format-enforcer")
     if model.lora is not None:
         arguments |= _adapter_arguments(model.lora, model.dtype, model_folder)
     if generator.quantization is not None:

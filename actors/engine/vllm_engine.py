@@ -41,7 +41,7 @@ from service.config import Config, LoraConfig
 from service.environment_variables import SAFE_PATH
 from service.errors import RunFailed, Starved, UserError
 from service.observe.metrics import Metrics
-from service.rollout.engine import Generation, Sampling, StructureRefused
+from service.rollout.engine import Generation, Sampling
 from service.types import NO_VERSION, Int32s, Int64s, PolicyVersion
 
 if TYPE_CHECKING:
@@ -154,12 +154,10 @@ class VllmEngine:
         with self.times.request() as seconds_of:
             try:
                 llm = self._running()
-                # Clients define the structures, so they are not cached.
-                make = _sampling_params.__wrapped__ if sampling.structure else _sampling_params
-                outputs = llm.generate(prompt, make(sampling), request_id, lora_request=self._adapter)
+                outputs = llm.generate(prompt, _sampling_params(sampling), request_id, lora_request=self._adapter)
                 output = [output async for output in outputs][-1]
             except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
-                raise self._death() or _refused(error, sampling) from error.__cause__
+                raise self._death() or error from error.__cause__
             seconds = seconds_of(output.metrics)
         completion = output.outputs[0]
         token_ids, experts = np.asarray(completion.token_ids, np.int32), completion.routed_experts
@@ -384,24 +382,13 @@ async def _start_adapter(llm: AsyncLLM, lora: LoraConfig, size: PolicySize) -> L
     return LoRARequest(ADAPTER, ADAPTER_ID, "never read, because the adapter is loaded")
 
 
-def _refused(error: Exception, sampling: Sampling) -> Exception:
-    """Return the error to raise for a failed request: `StructureRefused` if vLLM refused its output structure."""
-    if not sampling.structure:
-        return error
-    from vllm.exceptions import VLLMValidationError
-
-    return StructureRefused(str(error)) if isinstance(error, VLLMValidationError) else error
-
-
 @lru_cache(maxsize=1024)
 def _sampling_params(sampling: Sampling) -> SamplingParams:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     fields = asdict(sampling) | {"stop": list(sampling.stop), "stop_token_ids": list(sampling.stop_token_ids)}
-    structure = fields.pop("structure")
     return SamplingParams(
         **fields,
-        structured_outputs=StructuredOutputsParams(structural_tag=structure) if structure else None,
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),

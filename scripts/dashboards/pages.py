@@ -276,10 +276,9 @@ GENERATORS = dashboard(
     ),
     graph(
         "Steps of agents",
-        "Calls of trajectories that ended, a second, by role; answers nobody received; tokens of enforced forms.",
+        "Calls of trajectories that ended, a second, by role; answers nobody received.",
         Query(rate("baton_agent_steps_total", "step_role"), "{{step_role}}"),
         Query(rate("baton_agent_undelivered_total"), "client had left"),
-        Query(rate("baton_agent_constrained_tokens_total"), "tokens of enforced forms"),
     ),
     graph(
         "Conversations of an agent",

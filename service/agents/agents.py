@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 
 from service.agents.call_roles import roles_of
 from service.agents.conversation_tree import Call, ConversationTree
-from service.agents.dialects.dialect import Refused
 from service.agents.reply_parser import JsonCalls, ReplyParser
 from service.agents.server import Endpoint
 from service.agents.session import Outcome, Session, kept_transcript
@@ -30,7 +29,7 @@ from service.handoff.steps.stop_reason import StopReason
 from service.observe.metrics import Metrics
 from service.rollout.agent_loop import Played, generate_turn
 from service.rollout.chat.chat import Chat
-from service.rollout.engine import Engine, Generation, StructureRefused
+from service.rollout.engine import Engine, Generation
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Task, TrajectoryFailed
 from service.rollout.limits import AgentLimits
@@ -73,7 +72,7 @@ class Agents:
         noted = self._secret.run
         self.sessions = Sessions(None if noted is None else noted / f"ended_sessions_{number}")
         played = [name for name, role in limits.roles.items() if role is not None and role.mode != "frozen"]
-        self.endpoint = Endpoint(self.sessions, chat, limits.max_length, config.structured, played)
+        self.endpoint = Endpoint(self.sessions, limits.max_length, config.structured, played)
         self._restored: dict[str, Session] = {}
         """Sessions of an earlier process that nobody plays yet, by the trajectory's name."""
         self._roles: Counter[str] = Counter()
@@ -196,7 +195,6 @@ class Agents:
         for status, requests in endpoint.requests.refused.items():
             metrics.count_to("baton_agent_refused_total", requests, status=status)
         metrics.count_to("baton_agent_undelivered_total", endpoint.requests.undelivered)
-        metrics.count_to("baton_agent_constrained_tokens_total", endpoint.calls.constrained)
         for role, steps in self._roles.items():
             metrics.count_to("baton_agent_steps_total", steps, step_role=role)
         for roots in self._roots:
@@ -233,12 +231,9 @@ class Agents:
         if task.temperature is not None:
             limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))
 
-        async def sample(prompt_ids: Int32s, most: int, structure: str, request_id: str) -> Generation:
-            of_call = replace(limits, sampling=replace(limits.sampling, max_tokens=most, structure=structure))
-            try:
-                return await generate_turn(self._engine, prompt_ids, of_call, self._chat.vocab_size, request_id)
-            except StructureRefused as error:
-                raise Refused(400, None, f"the engine cannot enforce the form of the answer: {error}") from error
+        async def sample(prompt_ids: Int32s, most: int, request_id: str) -> Generation:
+            of_call = replace(limits, sampling=replace(limits.sampling, max_tokens=most))
+            return await generate_turn(self._engine, prompt_ids, of_call, self._chat.vocab_size, request_id)
 
         tree = ConversationTree(self._chat, self.parser)
         name = "-".join(map(str, trajectory))

@@ -30,11 +30,11 @@ from service.handoff.prefixes.sharing import longest_prefix
 from service.handoff.prefixes.step_tree import StepTree
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat, Tool
-from service.rollout.chat.conversation import Response, as_sampled, with_end, without_loss
+from service.rollout.chat.conversation import Response, as_sampled, with_end
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation
 from service.rollout.environment import Message
-from service.types import NO_VERSION, Bools, Extension, Int32s, Step, Steps
+from service.types import NO_VERSION, Extension, Int32s, Step, Steps
 
 COMPARED = 32
 """Maximum number of earlier conversations with which the prompt of a new conversation is compared."""
@@ -138,16 +138,9 @@ class Call:
         return len(self.token_ids()) - len(self.response.token_ids)
 
     @property
-    def is_sampled(self) -> Bools:
-        """[T] true for the response's tokens that the policy sampled. Tokens of a constrained answer are true too,
-        although they carry no loss."""
-        mask = self.response.loss_mask
-        return mask if mask.any() else np.ones_like(mask)
-
-    @property
     def n_sampled(self) -> int:
         """Number of tokens that the policy sampled; an appended end token is not counted."""
-        return int(self.is_sampled.sum())
+        return int(self.response.loss_mask.sum())
 
     def message(self) -> dict[str, Any]:
         """The reply as the assistant's message of chat completions."""
@@ -248,14 +241,13 @@ class ConversationTree:
         )
         return PreparedCall(None, how, whole, whole, digest_of[-1], tools, beginning, received, prefix=prefix)
 
-    def open_ids(self, prompt: str | Int32s) -> PreparedCall:
-        """Make the prompt of a client that sends token ids, or text in which special tokens are recognised. The prompt
-        continues the longest earlier call whose tokens are a prefix of the prompt.
+    def open_ids(self, ids: Int32s) -> PreparedCall:
+        """Make the prompt of a client that sends [Q] token ids. The prompt continues the longest earlier call whose
+        tokens are a prefix of it.
 
         Raises:
-            MessagesRefused: no tokenizer accepts the text, or an id is outside of the vocabulary.
+            MessagesRefused: an id is outside of the vocabulary.
         """
-        ids = self._chat.encode(prompt) if isinstance(prompt, str) else prompt
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._chat.vocab_size:
             raise MessagesRefused(f"a token id is outside of the vocabulary of {self._chat.vocab_size}")
         lengths = sorted({length for length, _ in self._of_ids if length < len(ids)}, reverse=True)
@@ -264,17 +256,15 @@ class ConversationTree:
                 return PreparedCall(parent, "appended", ids[length:], ids, None)
         return PreparedCall(None, "root", ids, ids, None)
 
-    def add(self, opened: PreparedCall, generation: Generation, body: str, is_constrained: bool = False) -> Call:
+    def add(self, opened: PreparedCall, generation: Generation, body: str) -> Call:
         """Add a call with the tokens that the engine sampled for it.
 
         An end token is appended if the policy sampled none, unless the client sends token ids: such a client appends
         its own end token.
-        An answer that a grammar constrained carries no loss: its log-probabilities are not those of the policy alone.
         """
         reply = self._reply(generation.token_ids, opened.digest is None, opened.tools)
         brings_tokens = opened.digest is None and len(generation.token_ids)
         response = as_sampled(generation) if brings_tokens else with_end(generation, self._chat.end_id)
-        response = without_loss(response) if is_constrained else response
         call = self._call(opened, response, reply, body, generation.stop_reason)
         if opened.digest is not None:
             (message,) = read_messages([call.message()])
@@ -370,7 +360,7 @@ class ConversationTree:
         if call is None or (call.delivered and not is_retry):
             return None
         if call.is_restored:
-            sampled = call.response.token_ids[call.is_sampled]
+            sampled = call.response.token_ids[call.response.loss_mask]
             call.reply, call.is_restored = self._reply(sampled, not call.after, tools), False
         return call
 

@@ -19,10 +19,8 @@ import xxhash
 from aiohttp import web
 
 from service.agents.conversation_tree import Call, PreparedCall
-from service.agents.dialects.answer_form import structural_tag
 from service.agents.dialects.body import parse_body
 from service.agents.dialects.chat import CHAT
-from service.agents.dialects.completions import COMPLETIONS
 from service.agents.dialects.dialect import MODEL, CallAnswer, CallRequest, Dialect, Refused
 from service.agents.dialects.generate import GENERATE
 from service.agents.dialects.messages import MESSAGES
@@ -37,7 +35,6 @@ KEEP_ALIVE_SECONDS = 3.0
 COMMENT = b": the policy samples\n\n"
 DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": CHAT,
-    "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
     "/inference/v1/generate": GENERATE,
@@ -62,8 +59,6 @@ class Calls:
         self._structured = structured
         self._noted: set[tuple[str, str]] = set()
         """Ignored fields that were logged, with their dialects."""
-        self.constrained = 0
-        """Number of tokens in answers whose form was enforced."""
         self.answered: Counter[tuple[str, str]] = Counter()
         """Number of answered calls, by (dialect, way in which the prompt was made). The way is a `How`, or `replayed`
         if an earlier call was answered again."""
@@ -88,7 +83,6 @@ class Calls:
         self.answered.update((dialect.name, "replayed" if call.index < known else call.how) for call in calls)
         first, *others = (CallAnswer(call, int(time.time())) for call in calls)
         response = await _write(request, dialect, asked, first._replace(others=others))
-        self.constrained += sum(call.n_sampled for call in calls) if asked.structure else 0
         for call in calls:
             call.delivered = call.delivered or is_connected(request)
             self._requests.undelivered += not call.delivered
@@ -124,19 +118,14 @@ class Calls:
         return calls, asked._replace(messages=(), prompt=None)
 
     def _with_forms(self, asked: CallRequest) -> CallRequest:
-        """The request with the form that the engine enforces; other forms are among its ignored fields.
+        """The request with the forms that it asks for among its ignored fields.
 
         Raises:
-            Refused: `agents.structured` refuses a form, or the form to enforce is too large.
+            Refused: `agents.structured` refuses a form.
         """
         if asked.forms and self._structured == "refuse":
-            raise Refused(400, asked.forms[0].field, "answers have no prescribed form; see agents.structured")
-        found = next(
-            (form for form in asked.forms if form.grammar is not None and self._structured == "constrain"), None
-        )
-        ignored = (*asked.ignored, *(form.field for form in asked.forms if form is not found))
-        structure = "" if found is None else structural_tag(found)
-        return asked._replace(ignored=ignored, structure=structure)
+            raise Refused(400, asked.forms[0], "answers have no prescribed form; see agents.structured")
+        return asked._replace(ignored=(*asked.ignored, *asked.forms))
 
     def _note(self, dialect: Dialect, ignored: Sequence[str]) -> None:
         """Log ignored fields, each once, until there are `MAX_NOTED`."""

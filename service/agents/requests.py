@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import TypeVar
 
 from aiohttp import web
@@ -40,16 +39,14 @@ BODY_SECONDS = 60.0
 LARGE_BYTES = 16 << 10
 """Bodies of at least this many bytes are parsed and rendered in a thread. To render a prompt of this size as a whole
 blocks the event loop for about 8 ms; the use of a thread costs up to 5 ms if other threads run."""
-ROOM_BYTES = 4 * MAX_BODY_BYTES
-"""Maximum total bytes of the large bodies that are handled at the same time; reading, parsing and rendering them takes
-several times as much memory."""
+MAX_OPEN_BODIES = 8
+"""Maximum number of large bodies that are handled at the same time; reading, parsing and rendering one takes several
+times as much memory as its bytes."""
 ROOM_SECONDS = 30.0
 """Maximum seconds that a large body waits for room."""
 THREADS = 2
 """Number of threads that parse and render. Only one runs Python at a time, but the tokenizer releases the
 interpreter."""
-ENCODINGS, EITHER_HEADER = ("gzip", "deflate"), 32
-"""Accepted encodings of bodies, and the argument with which zlib reads the headers of both encodings."""
 KEY_HEADERS = ("x-api-key", "api-key", "x-goog-api-key")
 """Headers in which clients of Anthropic, Azure and Google send the key."""
 ROLE_HEADER = "X-Baton-Role"
@@ -70,7 +67,7 @@ class Requests:
         """Refused requests by status."""
         self.undelivered = 0
         """Number of answers whose client disconnected."""
-        self._room = Room(ROOM_BYTES)
+        self._room = asyncio.Semaphore(MAX_OPEN_BODIES)
         self._threads = ThreadPoolExecutor(THREADS, "baton-agent-body")
 
     def close(self) -> None:
@@ -104,30 +101,42 @@ class Requests:
 
     @asynccontextmanager
     async def body(self, request: web.Request, most: int) -> AsyncIterator[bytes]:
-        """Yield the request's body of up to `most` bytes; memory is reserved for the body until the `with` block ends.
+        """Yield the request's decompressed body of up to `most` bytes; a large one keeps its room until the block ends.
 
         Raises:
-            Refused: the body is too large (413), late (408), or cannot be read (400, 415); there is no room for it
+            Refused: the body is too large (413), late (408), or cannot be read (400); there is no room for it
                 (503).
         """
-        most = min(most, MAX_BODY_BYTES)
         is_known = request.content_length is not None and "content-encoding" not in request.headers
-        n_bytes = int(request.content_length or 0) if is_known else most
-        if n_bytes > most:
+        if is_known and int(request.content_length or 0) > most:
             raise _too_large(most)
-        async with self._room.taken(n_bytes if n_bytes > LARGE_BYTES else 0):
-            raw = bytearray()
+        is_large = not is_known or int(request.content_length or 0) > LARGE_BYTES
+        async with self._with_room() if is_large else nullcontext():
             try:
                 async with asyncio.timeout(BODY_SECONDS):
-                    async for part in request.content.iter_any():
-                        raw += part
-                        if len(raw) > most:
-                            raise _too_large(most)
+                    raw = await request.read()
             except TimeoutError as error:
                 raise Refused(408, None, f"the body did not come within {BODY_SECONDS:.0f} s") from error
-            except web.RequestPayloadError as error:
+            except web.HTTPRequestEntityTooLarge as error:
+                raise _too_large(MAX_BODY_BYTES) from error
+            except (web.RequestPayloadError, ValueError) as error:  # ValueError: it cannot be decompressed
                 raise Refused(400, None, f"the body cannot be read: {error}") from error
-            yield _decoded(bytes(raw), request.headers.get("content-encoding", "identity").lower(), most)
+            if len(raw) > most:
+                raise _too_large(most)
+            yield raw
+
+    @asynccontextmanager
+    async def _with_room(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(ROOM_SECONDS):
+                await self._room.acquire()
+        except TimeoutError as error:
+            reason = f"{MAX_OPEN_BODIES} other large bodies were in the way for {ROOM_SECONDS:.0f} s"
+            raise Refused(NO_ROOM, None, reason, "overloaded") from error
+        try:
+            yield
+        finally:
+            self._room.release()
 
     @asynccontextmanager
     async def prompt(
@@ -163,58 +172,6 @@ class Requests:
         if is_connected(request):
             await stream.write(dialect.error_event(refused))
         return stream
-
-
-class Room:
-    """A limited number of bytes, shared by requests in order of arrival."""
-
-    def __init__(self, n_bytes: int) -> None:
-        self._left = n_bytes
-        self._turn = asyncio.Lock()
-        self._given_back = asyncio.Event()
-
-    @asynccontextmanager
-    async def taken(self, n_bytes: int) -> AsyncIterator[None]:
-        """Reserve `n_bytes` until the `with` block ends.
-
-        Raises:
-            Refused: 503 if the bytes were not free within `ROOM_SECONDS`.
-        """
-        if n_bytes:
-            try:
-                async with asyncio.timeout(ROOM_SECONDS), self._turn:
-                    while self._left < n_bytes:
-                        self._given_back.clear()
-                        await self._given_back.wait()
-                    self._left -= n_bytes
-            except TimeoutError as error:
-                reason = f"other large bodies are in the way; there was no room for {n_bytes} bytes"
-                raise Refused(NO_ROOM, None, f"{reason} within {ROOM_SECONDS:.0f} s", "overloaded") from error
-        try:
-            yield
-        finally:
-            self._left += n_bytes
-            self._given_back.set()
-
-
-def _decoded(raw: bytes, encoding: str, most: int) -> bytes:
-    """The decompressed body; decompression stops beyond `most` bytes."""
-    if encoding == "identity":
-        return raw
-    if encoding not in ENCODINGS:
-        raise Refused(415, None, f"Content-Encoding: is one of {', '.join(ENCODINGS)}")
-    decoder = zlib.decompressobj(zlib.MAX_WBITS | EITHER_HEADER)
-    try:
-        body = decoder.decompress(raw, most + 1)
-    except zlib.error as error:
-        raise Refused(400, None, f"the body cannot be read: {error}") from error
-    if len(body) > most:
-        raise _too_large(most)
-    if not decoder.eof:
-        raise Refused(400, None, "the body cannot be read: its end is missing")
-    if decoder.unused_data:
-        raise Refused(400, None, f"the body cannot be read: {len(decoder.unused_data)} bytes follow its end")
-    return body
 
 
 def _too_large(most: int) -> Refused:

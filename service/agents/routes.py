@@ -1,6 +1,6 @@
 """Requests that do not call the policy: token counts, models, and ends of sessions.
 
-/v1/messages/count_tokens  /v1/models  /tokenize  /detokenize        for clients that count tokens before they call
+/v1/messages/count_tokens  /v1/models                                for clients that count tokens before they call
 /rl/sessions/ID            .../reward          .../finish            for agents that finish their own session
 """
 
@@ -13,23 +13,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import xxhash
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from msgspec import Struct
 
-from service.agents.dialects import chat
-from service.agents.dialects.body import TokenIds, parse_body, read_as
+from service.agents.dialects.body import parse_body
 from service.agents.dialects.dialect import MODEL, Refused
 from service.agents.dialects.messages import read_to_count
-from service.agents.message_form import read_messages
 from service.agents.policy_calls import COUNT_TOKENS
 from service.agents.requests import NO_ROOM, Requests
 from service.agents.session import Outcome, Session, plain_outcome
 from service.handoff.steps.reward import NEEDED
-from service.rollout.chat.chat import Chat
-from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.environment import is_text
 from service.rollout.plain_values import NotAllowed
 
@@ -38,29 +32,18 @@ MAX_END_BYTES = 1 << 20
 """Maximum bytes of the body with which an agent ends its session."""
 
 
-class _Text(Struct):
-    prompt: str
-
-
-class _Ids(Struct):
-    tokens: TokenIds
-
-
 class Routes:
     """Handles requests that need no policy."""
 
-    def __init__(self, requests: Requests, of_model: Chat, max_model_len: int) -> None:
+    def __init__(self, requests: Requests, max_model_len: int) -> None:
         self._requests = requests
-        self._chat = of_model
         self._max_model_len = max_model_len
 
     def add_token_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """Add the routes for token counts, tokenizers and models; each path begins with `prefix`."""
+        """Add the routes for token counts and models; each path begins with `prefix`."""
         router.add_post(prefix + COUNT_TOKENS, self._about_tokens(_count_tokens))
         router.add_get(f"{prefix}/v1/models", self._about_tokens(self._models))
         router.add_get(f"{prefix}/v1/models/{{model}}", self._about_tokens(self._model))
-        router.add_post(f"{prefix}/tokenize", self._about_tokens(self._tokenize))
-        router.add_post(f"{prefix}/detokenize", self._about_tokens(self._detokenize))
 
     def add_session_routes(self, router: web.UrlDispatcher) -> None:
         """Add the routes by which agents look at their session and end it. The key of a request selects the session,
@@ -92,23 +75,6 @@ class Routes:
     def _model(self, session: Session, body: Body) -> dict[str, Any]:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "baton"}
         return {**model, "max_model_len": self._max_model_len}
-
-    def _tokenize(self, session: Session, body: Body) -> dict[str, Any]:
-        try:
-            if body.get("prompt") is not None:
-                ids = self._chat.encode(read_as(body, _Text).prompt)
-            else:
-                asked = chat.read(body)
-                ids = np.append(
-                    self._chat.prompt(read_messages(asked.messages), asked.tools), self._chat.plain(asked.begun)
-                )
-        except MessagesRefused as refused:
-            raise Refused(400, "messages", str(refused)) from refused
-        return {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids.tolist()}
-
-    def _detokenize(self, session: Session, body: Body) -> dict[str, Any]:
-        ids = np.array(read_as(body, _Ids).tokens, np.int32)
-        return {"prompt": self._chat.text(ids, with_special=True)}
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 

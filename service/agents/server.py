@@ -23,10 +23,9 @@ from service.agents.dialects.chat import CHAT
 from service.agents.dialects.dialect import Dialect, Refused, openai_error
 from service.agents.dialects.messages import MESSAGES
 from service.agents.policy_calls import COUNT_TOKENS, DIALECTS, Calls
-from service.agents.requests import STREAM, Requests
+from service.agents.requests import MAX_BODY_BYTES, STREAM, Requests
 from service.agents.routes import Routes
 from service.agents.sessions import Sessions
-from service.rollout.chat.chat import Chat
 
 log = logging.getLogger(__name__)
 
@@ -50,16 +49,15 @@ class Endpoint:
     def __init__(
         self,
         sessions: Sessions,
-        of_model: Chat,
         max_model_len: int,
         structured: str,
         named_roles: Sequence[str] = (),
     ) -> None:
-        """`of_model`: the model's tokenizer and chat template; `max_model_len`: maximum tokens of a prompt and its
+        """`max_model_len`: maximum tokens of a prompt and its
         response; `structured`: the setting `agents.structured`; `named_roles`: see `role_named`."""
         self.requests = Requests(sessions)
         self.calls = Calls(self.requests, named_roles, structured)
-        self._routes = Routes(self.requests, of_model, max_model_len)
+        self._routes = Routes(self.requests, max_model_len)
         self._silent: dict[Any, asyncio.TimerHandle] = {}
         """Connections that have sent no request yet, each with the timer that closes it."""
         self._runner: web.AppRunner | None = None
@@ -75,7 +73,6 @@ class Endpoint:
             logger=silent,
             shutdown_timeout=1.0,
             keepalive_timeout=IDLE_SECONDS,
-            auto_decompress=False,  # aiohttp decompresses without limit, even bodies that are refused unread
         )
         await runner.setup()
         loop, server = asyncio.get_running_loop(), runner.server
@@ -98,7 +95,7 @@ class Endpoint:
 
     def application(self) -> web.Application:
         """The web application with all routes."""
-        app = web.Application(middlewares=[self._answered])
+        app = web.Application(middlewares=[self._answered], client_max_size=MAX_BODY_BYTES)
         for prefix in ("", NAMED):
             self.calls.add_routes(app.router, prefix)
             self._routes.add_token_routes(app.router, prefix)

@@ -50,11 +50,9 @@ SPENT = "Step budget exhausted."
 """The answer if a session has no room left for tokens or calls. An error with status 429 would make clients repeat the
 request."""
 
-Sample = Callable[[Int32s, int, str, str], Awaitable[Generation]]
-"""A function that samples: (ids of the prompt, maximum tokens of the response, enforced form, id of the request) -> the
-sampled response.
-
-Raises `Refused` if the engine cannot enforce the form."""
+Sample = Callable[[Int32s, int, str], Awaitable[Generation]]
+"""A function that samples: (ids of the prompt, maximum tokens of the response, id of the request) -> the sampled
+response."""
 
 
 class Outcome(NamedTuple):
@@ -269,7 +267,7 @@ class Session:
         most = min(left, self._limits.sampling.max_tokens, asked.max_tokens or left)
         self._tokens += (reserved := len(opened.carried_ids) + most + 1)
         self._calls += 1
-        task = asyncio.create_task(self._call(opened, body, most, reserved, asked.structure))
+        task = asyncio.create_task(self._call(opened, body, most, reserved))
         self._flying[body] = task
         task.add_done_callback(partial(self._landed, body))
         return task
@@ -370,23 +368,19 @@ class Session:
         for task in self._flying.values():
             task.cancel()
 
-    async def _call(self, opened: PreparedCall, body: str, most: int, reserved: int, structure: str) -> Call:
-        """Sample a call for which `reserved` tokens are reserved; any failure other than a refusal ends the session."""
+    async def _call(self, opened: PreparedCall, body: str, most: int, reserved: int) -> Call:
+        """Sample a call for which `reserved` tokens are reserved; any failure ends the session."""
         try:
             request_id = f"{self.trajectory}/{body}"
-            generation = await self._sample(opened.prompt_ids, most, structure, request_id)
+            generation = await self._sample(opened.prompt_ids, most, request_id)
             async with self._in_order:
                 async with self.opening:
-                    call = self.tree.add(opened, generation, body, bool(structure))
+                    call = self.tree.add(opened, generation, body)
                 self._tokens += len(call.carried_ids) + len(call.response.token_ids) - reserved
                 self._cut = StopReason.STOP
                 self._sink.append(self._step(call, generation))
                 if not await self._sink.accepted(self.trajectory):
                     raise TrajectoryFailed(StopReason.ABORT, "the buffer wants no more of it")
-        except Refused:
-            self._tokens -= reserved
-            self._calls -= 1
-            raise
         except TrajectoryFailed as failed:
             self.close(failed)
             raise Refused(502, None, f"the session is closed: {failed.reason}") from failed

@@ -154,10 +154,9 @@ class AgentsConfig(Section):
     train: tuple[Literal["main", "sub", "aux"], ...] = ("main", "sub")
     """Roles of calls that are trained: main, sub (conversations with another system prompt), aux (single questions
     outside of the conversations, such as a request for a title)."""
-    structured: Literal["ignore", "constrain", "refuse"] = "ignore"
+    structured: Literal["ignore", "refuse"] = "ignore"
     """What happens to a request that prescribes the form of the answer (a JSON schema, a forced tool). `ignore`: the
-    policy answers freely; `constrain`: the engine enforces the form, and the answer carries no loss; `refuse`: the
-    request is refused. A forced tool call has the form that `tool_parser: json` reads."""
+    policy answers freely; `refuse`: the request is refused."""
     exit_code_reward: dict[FailureName, Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]] = {}
     """Rewards of agents that failed because of what the policy wrote: by the exit code of the command, as in
     `{1: 0.0}`, or by the name of the exception that `play` raised. After other failures, the trajectory is attempted

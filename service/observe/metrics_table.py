@@ -251,7 +251,6 @@ GENERATORS_AND_WEIGHTS = (
     ),
     counter("baton_agent_refused_total", "Requests of agents that were refused, by HTTP status.", ("status",)),
     counter("baton_agent_undelivered_total", "Answers to agents that had left."),
-    counter("baton_agent_constrained_tokens_total", "Tokens in answers of an enforced form (`agents.structured`)."),
     counter(
         "baton_frozen_role_turns_total",
         "Turns of frozen roles (`roles`): `answered` by their model, or `failed`, which costs the trajectory.",

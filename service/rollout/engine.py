@@ -23,8 +23,6 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a turn and are part of the response."""
-    structure: str = ""
-    """Constraint on the text of the turn: a structural tag of xgrammar, as JSON. Empty: no constraint."""
 
     @staticmethod
     def of(config: GeneratorConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
@@ -55,10 +53,6 @@ class Generation:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds that the turn spent in the engine: in its `queue`, in `prefill`, and in the `pause` for new weights.
     Parts that the engine does not report are missing."""
-
-
-class StructureRefused(ValueError):
-    """Raised if an engine cannot enforce `Sampling.structure`."""
 
 
 class Engine(Protocol):

@@ -1,7 +1,7 @@
 """Reads request bodies: parses the JSON object, checks its schema, and names the wrong field in a refusal.
 
     {"messages": [{"role": "user", "content": 5}]}   400   messages[0].content: Expected `str | array | null`, got `int`
-    {"messages": [...], "best_of": 2}                400   best_of: one call gives one answer
+    {"messages": [...], "logit_bias": {"5": 1}}      400   logit_bias: what is sampled is the trained distribution
     {"messages": [...], "top_k": 5, "x": 1}          read; `top_k` and `x` change nothing, and the answer names them
 
 A schema is a struct. Fields of a request that the struct does not have change nothing, except the fields in `REFUSED`.
@@ -67,25 +67,6 @@ class CommonFields(Struct, kw_only=True):
         return self.tool_choice.type if isinstance(self.tool_choice, ToolChoice) else self.tool_choice or "auto"
 
 
-class _StreamOptions(Struct):
-    include_usage: bool | None = None
-
-
-class CompletionFields(CommonFields, kw_only=True):
-    """Fields that requests of the two APIs chat completions and completions share."""
-
-    max_tokens: Positive | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    """Number of answers that the client asks for."""
-    stream_options: _StreamOptions | None = None
-    return_token_ids: bool | None = None
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with token counts."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-
 class _Unless(NamedTuple):
     """The rule for a field of a request: a value is refused unless it is among the `neutral` values."""
 
@@ -102,7 +83,6 @@ NO_THREAD = "thread_unsupported_request"
 """An error code for a request that names a stored conversation. Anthropic's SDK then sends the whole conversation."""
 REFUSED: Mapping[str, _Unless] = {
     "n": ONE,
-    "best_of": ONE,
     "use_beam_search": _Unless((False,), "answers are sampled"),
     "logit_bias": SAMPLED,
     "allowed_token_ids": SAMPLED,
@@ -111,8 +91,6 @@ REFUSED: Mapping[str, _Unless] = {
     "conversation": WHOLE,
     "thread": WHOLE._replace(code=NO_THREAD),
     "background": _Unless((False,), "the answer comes in the same request"),
-    "echo": _Unless((False,), "the prompt is not repeated"),
-    "suffix": _Unless(("",), "text is only continued"),
     "functions": _Unless(([],), "use tools"),
     "modalities": _Unless((["text"],), "answers are text"),
     "audio": _Unless((), "answers are text"),

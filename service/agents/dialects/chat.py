@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from service.agents.dialects.answer_form import forms_of
 from service.agents.dialects.body import (
-    CompletionFields,
+    CommonFields,
     Content,
     Name,
     Positive,
@@ -26,7 +26,7 @@ from service.agents.dialects.body import (
     taken_begun,
     text_of,
 )
-from service.agents.dialects.dialect import DONE, CallAnswer, CallRequest, Dialect, frame, head
+from service.agents.dialects.dialect import DONE, CallAnswer, CallRequest, Dialect, frame
 
 TOOLS = ("function",)
 """Types of tools that the client runs and describes."""
@@ -62,10 +62,19 @@ class _Message(Struct):
     tool_call_id: str | None = None
 
 
-class _Request(CompletionFields, kw_only=True):
+class _StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+class _Request(CommonFields, kw_only=True):
     messages: Annotated[list[_Message], Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
+    max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    """Number of answers that the client asks for."""
+    stream_options: _StreamOptions | None = None
+    return_token_ids: bool | None = None
     continue_final_message: bool | None = None
     logprobs: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -86,9 +95,9 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         max_tokens=request.max_completion_tokens or request.max_tokens,
         wants_ids=bool(request.return_token_ids or request.return_tokens_as_token_ids),
         wants_logprobs=bool(request.logprobs),
-        include_usage=request.include_usage,
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
         may_call=request.choice != "none",
-        forms=forms_of(body, request, tools),
+        forms=forms_of(body, request),
         n=request.n or 1,
         ignored=ignored_fields(body, _Request, TOOLS),
     )
@@ -103,12 +112,12 @@ def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
             message["content"] = message["content"] or None  # as clients expect
         choices.append({"index": index, "message": message, "finish_reason": one.finish, **_tokens(one, asked)})
     ids = {"prompt_token_ids": answer.prompt_ids} if asked.wants_ids else {}
-    return {**head(answer, asked, "chatcmpl", "chat.completion"), "choices": choices, "usage": answer.usage, **ids}
+    return {**_head(answer, asked, "chat.completion"), "choices": choices, "usage": answer.usage, **ids}
 
 
 def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
     """The answer as chunks of a chat completion."""
-    chunk = head(answer, asked, "chatcmpl", "chat.completion.chunk")
+    chunk = _head(answer, asked, "chat.completion.chunk")
     if asked.wants_ids:
         chunk["prompt_token_ids"] = answer.prompt_ids
     for index, one in enumerate(answer.all):
@@ -118,6 +127,11 @@ def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
     if asked.include_usage:
         yield frame({**chunk, "choices": [], "usage": answer.usage})
     yield DONE
+
+
+def _head(answer: CallAnswer, asked: CallRequest, kind: str) -> dict[str, Any]:
+    """The first fields of an answer and of each chunk of a stream; `kind`: the field `object`."""
+    return {"id": f"chatcmpl-{answer.call.name}", "object": kind, "created": answer.created, "model": asked.model}
 
 
 def _pieces(answer: CallAnswer, asked: CallRequest) -> Iterator[dict[str, Any]]:

@@ -22,15 +22,6 @@ DONE = b"data: [DONE]\n\n"
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
-class AnswerForm(NamedTuple):
-    """A form that a client demands of the answer, such as JSON of a schema; see `answer_form.py`."""
-
-    field: str
-    """The request's field that states the form."""
-    grammar: Mapping[str, Any] | None = None
-    """The part of the form that an engine can enforce, as a format of xgrammar's structural tags; None: no part."""
-
-
 class CallRequest(NamedTuple):
     """One request of a client."""
 
@@ -46,24 +37,22 @@ class CallRequest(NamedTuple):
     """Maximum tokens of the answer; None: as many as fit."""
     begun: str = ""
     """The beginning of the answer, which the client wrote; the policy continues it."""
-    prompt: str | Int32s | None = None
-    """Text or [Q] ids in place of messages (only in `completions` and `generate`)."""
+    prompt: Int32s | None = None
+    """[Q] ids in place of messages (only in `generate`)."""
     wants_ids: bool = False
     """Whether the client asked for `return_token_ids`: the answer then has ids, log-probabilities and versions."""
     wants_logprobs: bool = False
     """Whether the client asked for log-probabilities without ids."""
     include_usage: bool = False
-    """Whether a stream of chat completions or completions ends with token counts."""
+    """Whether a stream of chat completions ends with token counts."""
     repeated: Mapping[str, Any] = {}
     """Fields of the request that the dialect's answer repeats."""
     n: int = 1
     """Number of samples that the client asks for."""
     may_call: bool = True
     """Whether tool calls in the answer are parsed; if false, they stay text."""
-    forms: tuple[AnswerForm, ...] = ()
-    """The forms of the answer that the client asks for."""
-    structure: str = ""
-    """The form that the engine enforces, as JSON of a structural tag; empty: no form."""
+    forms: tuple[str, ...] = ()
+    """Fields of the request that prescribe the form of the answer."""
     ignored: tuple[str, ...] = ()
     """Fields of the request that have no effect."""
 
@@ -89,7 +78,7 @@ class CallAnswer(NamedTuple):
 
     @property
     def usage(self) -> dict[str, int]:
-        """The token counts in the form of chat completions and completions."""
+        """The token counts in the form of chat completions."""
         n_prompt, n_sampled = self.call.n_prompt, sum(one.call.n_sampled for one in self.all)
         return {"prompt_tokens": n_prompt, "completion_tokens": n_sampled, "total_tokens": n_prompt + n_sampled}
 
@@ -101,7 +90,7 @@ class CallAnswer(NamedTuple):
 
     def sampled(self) -> tuple[list[int], list[float]]:
         """Ids and log-probabilities of the tokens that the policy sampled, without an appended end token."""
-        response, sampled = self.call.response, self.call.is_sampled
+        response, sampled = self.call.response, self.call.response.loss_mask
         return response.token_ids[sampled].tolist(), response.logprobs[sampled].tolist()
 
 
@@ -125,13 +114,6 @@ def frame(data: Any, event: str = "") -> bytes:
     return f"{head}data: {json.dumps(data)}\n\n".encode()
 
 
-def head(answer: CallAnswer, asked: CallRequest, prefix: str, kind: str) -> dict[str, Any]:
-    """The first fields of each answer, and of each chunk of an answer, in chat completions and completions; `prefix`:
-    the beginning of the `id`, `kind`: the field `object`."""
-    made = {"created": answer.created, "model": asked.model}
-    return {"id": f"{prefix}-{answer.call.name}", "object": kind, **made}
-
-
 def openai_error(refused: Refused) -> dict[str, Any]:
     """The body of an error, in OpenAI's form, which all dialects except `messages` use."""
     kind = "server_error" if refused.status >= 500 else ERROR_TYPES.get(refused.status, "invalid_request_error")
@@ -139,7 +121,7 @@ def openai_error(refused: Refused) -> dict[str, Any]:
 
 
 def openai_error_event(refused: Refused) -> bytes:
-    """The error event that ends a failed stream of chat completions or completions."""
+    """The error event that ends a failed stream of chat completions."""
     return frame(openai_error(refused)) + DONE
 
 

@@ -111,7 +111,7 @@ def read_to_count(body: Mapping[str, Any]) -> CallRequest:
         stream=bool(request.stream),
         max_tokens=request.max_tokens,
         may_call=request.choice != "none",
-        forms=forms_of(body, request, tools),
+        forms=forms_of(body, request),
         ignored=ignored_fields(body, _Request, TOOLS),
     )
 

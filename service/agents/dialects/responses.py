@@ -143,7 +143,7 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         max_tokens=request.max_output_tokens,
         repeated=repeated | choice | {"max_output_tokens": request.max_output_tokens},
         may_call=request.choice != "none",
-        forms=forms_of(body, request, tools),
+        forms=forms_of(body, request),
         ignored=ignored_fields(body, _Request, TOOLS),
     )
 

@@ -49,8 +49,7 @@ def as_sampled(generation: Generation) -> Response:
 
 
 def without_loss(response: Response) -> Response:
-    """A copy of the response in which no token carries loss, for a turn that the policy did not sample, or did not
-    sample freely."""
+    """A copy of the response in which no token carries loss, for a turn that the policy did not sample."""
     none = np.full_like(response.versions, NO_VERSION)
     return response._replace(loss_mask=np.zeros_like(response.loss_mask), versions=none)
 

@@ -66,18 +66,6 @@ def test_quantized_weights_are_for_gpu_engines_and_refused_elsewhere(
     assert "quantization" not in engine_arguments(EngineSettings.of(load_config([QUICKSTART])), model)
 
 
-def test_enforced_forms_need_a_tokenizer_in_the_engine_and_the_package_that_vllm_imports(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = EngineSettings.of(load_config([QUICKSTART], ["agents.structured=constrain"]))
-    monkeypatch.setattr(arguments_module, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"agents\.structured: .* pip install lm-format-enforcer"):
-        engine_arguments(settings, model)
-    monkeypatch.setattr(arguments_module, "find_spec", lambda name: name)
-    assert not engine_arguments(settings, model)["skip_tokenizer_init"]
-    assert engine_arguments(EngineSettings.of(load_config([QUICKSTART])), model)["skip_tokenizer_init"]
-
-
 def test_an_engine_has_one_slot_for_an_adapter_as_large_as_the_policys(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from service.rollout.limits import AgentLimits
 from service.types import Int32s, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import generated, limits
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
 
@@ -40,8 +40,6 @@ class House:
         self.say: Callable[[str], str | Generation | BaseException] = lambda prompt: "17"
         self.prompts: list[list[int]] = []
         self.most: list[int] = []
-        self.structures: list[str] = []
-        """Forms that the engine has to enforce."""
         self.replies: list[list[int]] = []
         """Tokens that the policy sampled."""
         self.steps: list[Step] = []
@@ -51,15 +49,14 @@ class House:
         self.accepting.set()
         self.accepts = True
         self.sessions = Sessions()
-        self.endpoint = Endpoint(self.sessions, chat, 4200, structured, named_roles)
+        self.endpoint = Endpoint(self.sessions, 4200, structured, named_roles)
         self.address = ""
 
     def session(self, number: int = 0) -> Session:
         """A new open session."""
 
-        async def sample(prompt_ids: Int32s, most: int, structure: str, request_id: str) -> Generation:
+        async def sample(prompt_ids: Int32s, most: int, request_id: str) -> Generation:
             self.prompts.append(prompt_ids.tolist())
-            self.structures.append(structure)
             self.most.append(most)
             await self.sampling.wait()
             said = self.say(self.chat.text(prompt_ids))

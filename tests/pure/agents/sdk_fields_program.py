@@ -1,6 +1,6 @@
 """Prints the fields of the requests of an SDK, `openai` or `anthropic`, as JSON; runs where only that SDK is installed.
 
-openai: chat completions, completions, Responses. anthropic: Messages, stable and beta together.
+openai: chat completions, Responses. anthropic: Messages, stable and beta together.
 """
 
 import json
@@ -10,10 +10,9 @@ from typing import get_type_hints
 
 def openai():
     from openai.types.chat.completion_create_params import CompletionCreateParamsBase as Chat
-    from openai.types.completion_create_params import CompletionCreateParamsBase as Completions
     from openai.types.responses.response_create_params import ResponseCreateParamsBase as Responses
 
-    return [[*get_type_hints(of), "stream"] for of in (Chat, Completions, Responses)]
+    return [[*get_type_hints(of), "stream"] for of in (Chat, Responses)]
 
 
 def anthropic():

@@ -36,7 +36,6 @@ VALID: Mapping[str, dict[str, Any]] = {
         "temperature": 0.5,
         "return_token_ids": True,
     },
-    "/v1/completions": {"model": "policy", "prompt": [17, 4], "max_tokens": 5, "stream": False, "stop": ["x"]},
     "/v1/responses": {
         "model": "policy",
         "instructions": "be brief",
@@ -115,14 +114,8 @@ FIELDS: Mapping[str, Sequence[tuple[Path, set[str]]]] = {
         (("tools", 0, "function", "parameters"), {OBJECT, NULL}),
         (("tool_choice",), {NULL, OBJECT}),
         (("response_format", "type"), {TEXT}),
-        (("response_format", "json_schema"), {OBJECT, NULL}),
         (("stream",), {TRUTH, NULL}),
         (("max_completion_tokens",), {NUMBER, NULL}),
-    ],
-    "/v1/completions": [
-        (("prompt",), {TEXT, LIST}),
-        (("prompt", 1), {NUMBER}),
-        (("max_tokens",), {NUMBER, NULL}),
     ],
     "/v1/responses": [
         (("input",), {TEXT, LIST}),
@@ -141,9 +134,7 @@ FIELDS: Mapping[str, Sequence[tuple[Path, set[str]]]] = {
         (("tools", 1, "tools", 0), {OBJECT}),
         (("metadata",), {OBJECT, NULL}),
         (("tool_choice", "type"), {TEXT}),
-        (("tool_choice", "name"), {TEXT, NULL}),
         (("text", "format", "type"), {TEXT}),
-        (("text", "format", "schema"), {OBJECT, NULL}),
         (("max_output_tokens",), {NUMBER, NULL}),
         (("instructions",), {TEXT, NULL}),
     ],
@@ -163,11 +154,9 @@ FIELDS: Mapping[str, Sequence[tuple[Path, set[str]]]] = {
         (("tools", 0, "input_schema"), {OBJECT}),
         (("tool_choice", "type"), {TEXT}),
         (("output_config", "format", "type"), {TEXT}),
-        (("output_config", "format", "schema"), {OBJECT, NULL}),
     ],
 }
 REFUSED_BY_NAME: Mapping[str, Any] = {
-    "best_of": 2,
     "logit_bias": {"5": -100},
     "tool_choice": "sometimes",
     "thread": {"type": "create"},

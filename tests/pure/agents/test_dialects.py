@@ -15,7 +15,7 @@ from service.agents.dialects import responses
 from service.agents.dialects.dialect import Refused
 from service.rollout.chat.chat import Chat
 from tests.pure.agents.dialect_clients import CLIENTS, QUESTION, SEARCH, Heard, sdk
-from tests.pure.agents.dialect_server import DIALECTS, DialectServer, Served, events_of
+from tests.pure.agents.dialect_server import DialectServer, Served, events_of
 
 CALL = '<tool_call>{"name": "search",  "arguments": {"query": %s, "n": 1.0}}</tool_call>'
 REPLIES = [
@@ -127,7 +127,6 @@ def test_codex_gets_namespaces_and_free_text_back_as_it_named_them(bytes_chat: C
 
 REFUSED = [
     ("/v1/chat/completions", {"n": 0}, "n"),
-    ("/v1/completions", {"best_of": 2}, "best_of"),
     ("/v1/responses", {"n": 2}, "n"),
     ("/v1/chat/completions", {"logit_bias": {"5": 1}}, "logit_bias"),
     ("/v1/chat/completions", {"messages": []}, "messages"),
@@ -139,9 +138,6 @@ REFUSED = [
     ("/v1/chat/completions", {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ("/v1/chat/completions", {"tool_choice": "sometimes"}, "tool_choice"),
     ("/v1/chat/completions", {"response_format": {"json_schema": {}}}, "response_format.type"),
-    ("/v1/completions", {"echo": True}, "echo"),
-    ("/v1/completions", {"prompt": ["a", "b"]}, "prompt[0]"),
-    ("/v1/completions", {"prompt": [5, -1]}, "prompt[1]"),
     ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
     ("/v1/responses", {"background": True}, "background"),
     ("/v1/responses", {"prompt": {"id": "pmpt_1"}}, "prompt"),
@@ -154,7 +150,6 @@ REFUSED = [
 ]
 ASKED = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": QUESTION}]},
-    "/v1/completions": {"prompt": QUESTION},
     "/v1/responses": {"input": QUESTION},
     "/v1/messages": {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 5},
 }
@@ -218,27 +213,6 @@ def test_a_client_that_trains_gets_exactly_the_sampled_tokens(bytes_chat: Chat, 
     assert choice.token_ids == sampled
     assert [one.token for one in choice.logprobs.content] == [f"token_id:{one}" for one in sampled]
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(call.carried_ids), len(sampled))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_completion_continues_text(bytes_chat: Chat, stream: bool) -> None:
-    server = DialectServer(bytes_chat, iter(["17"]))
-    more: Any = {"model": "policy", "prompt": QUESTION, "extra_body": {"return_token_ids": True}}
-    if stream:
-        chunks = [chunk.choices[0] for chunk in sdk(server).completions.create(stream=True, **more)]
-        text, choice, finish = "".join(chunk.text for chunk in chunks), chunks[0], chunks[-1].finish_reason
-    else:
-        choice = sdk(server).completions.create(**more).choices[0]
-        text, finish = choice.text, choice.finish_reason
-    assert (text, finish) == ("17", "stop")
-    assert choice.token_ids == server.tree.calls[0].response.token_ids.tolist()
-    assert server.asked[0].prompt == QUESTION
-
-
-def test_a_completion_takes_ids_as_they_are() -> None:
-    read = DIALECTS["/v1/completions"].read
-    for prompt in ([17, 4], [[17, 4]]):
-        assert read({"prompt": prompt}).prompt.tolist() == [17, 4]  # type: ignore[union-attr]
 
 
 def test_the_time_to_read_a_conversation_of_responses_grows_as_its_items() -> None:

@@ -8,7 +8,6 @@ import json
 import logging
 import random
 import socket
-import time
 import zlib
 from collections.abc import AsyncIterator, Callable
 from copy import deepcopy
@@ -28,7 +27,7 @@ from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import TrajectoryFailed
 from service.types import Step, Steps
-from tests.pure.agents.endpoint import CHAT, COMPLETIONS, MESSAGES, Client, House, client_of, opened, until, whole
+from tests.pure.agents.endpoint import CHAT, GENERATE, MESSAGES, Client, House, client_of, opened, until, whole
 from tests.pure.agents.talks import TALKS, ChatTalk, MessagesTalk, called, rewritten
 from tests.pure.rollout.conftest import generated
 
@@ -153,14 +152,14 @@ async def test_token_ids_are_continued_by_token_ids_and_come_back_with_what_the_
     says(house, "16", "17", "18")
     prompt = house.chat.encode("<|im_start|>user age ?").tolist()
     body = {"model": "m", "token_ids": prompt, "sampling_params": {"max_tokens": 9, "temperature": 0.1}}
-    status, reply = await client.post("/inference/v1/generate", body)
+    status, reply = await client.post(GENERATE, body)
     (choice,) = reply["choices"]
     assert status == 200 and choice["token_ids"] == house.steps[0].response_ids.tolist() and house.most == [9]
     assert [one["token_id"] for one in choice["logprobs"]["content"]] == choice["token_ids"]
     assert choice["weight_versions"][0]["end"] == len(choice["token_ids"])
     longer = [*prompt, *choice["token_ids"], *house.chat.plain("and ?").tolist()]
-    await client.post("/inference/v1/generate", body | {"token_ids": longer})
-    await client.post(COMPLETIONS, {"model": "m", "prompt": [*prompt, 7]})
+    await client.post(GENERATE, body | {"token_ids": longer})
+    await client.post(GENERATE, body | {"token_ids": [*prompt, 7]})
     assert [call.how for call in session.tree.calls] == ["root", "appended", "root"]
     assert whole(house.steps) == house.prompts == [prompt, longer, [*prompt, 7]]
 
@@ -180,7 +179,6 @@ async def test_nemo_gym_finds_the_ids_that_it_asks_for(
         tokens = [one["token"] for one in choice["logprobs"]["content"]]
         assert status == 200 and tokens == [f"token_id:{one}" for one in sampled]
         assert all(type(one["logprob"]) is float for one in choice["logprobs"]["content"])
-        # With both it takes no ids of /tokenize, which are those of another rendering.
         assert (reply["prompt_token_ids"], choice["token_ids"]) == (house.prompts[-1], sampled)
         talk.answered(reply, "owl")
     talk.say("word " * 2000)
@@ -188,13 +186,7 @@ async def test_nemo_gym_finds_the_ids_that_it_asks_for(
     assert status == 400 and "context length" in json.dumps(reply)
 
 
-async def test_what_makes_no_call_is_answered_from_the_tokenizer(
-    house: House, session: Session, client: Client
-) -> None:
-    text = "<|im_start|>user é"
-    _, tokens = await client.post("/tokenize", {"prompt": text})
-    assert tokens["tokens"] == house.chat.encode(text).tolist() and tokens["count"] == len(tokens["tokens"])
-    assert await client.post("/detokenize", {"tokens": tokens["tokens"]}) == (200, {"prompt": text})
+async def test_what_makes_no_call_is_counted_without_one(house: House, session: Session, client: Client) -> None:
     talk = MessagesTalk("age ?")
     body = talk.body()
     del body["max_tokens"]
@@ -540,10 +532,10 @@ async def test_a_body_that_is_no_json_object_is_refused(session: Session, client
 
 
 async def test_a_body_with_more_bytes_than_any_prompt_is_refused_before_it_is_parsed(
-    house: House, session: Session, client: Client, monkeypatch: pytest.MonkeyPatch
+    house: House, session: Session, client: Client
 ) -> None:
     most = MIN_BODY_BYTES + BYTES_PER_TOKEN * house.allowed.max_input_length
-    for path in ("/tokenize", "/rl/sessions/0/finish", "/rl/sessions/0/reward"):
+    for path in (f"{MESSAGES}/count_tokens", "/rl/sessions/0/finish", "/rl/sessions/0/reward"):
         status, reply = await client.post(path, b"{" * (max(most, routes.MAX_END_BYTES) + 1))
         assert status == 413 and "bytes" in reply["error"]["message"]
     assert session.stop_reason == StopReason.STOP, "no call was refused"
@@ -555,8 +547,6 @@ async def test_a_body_with_more_bytes_than_any_prompt_is_refused_before_it_is_pa
     body = json.dumps(talk.body()).encode()
     assert (await client.post(CHAT, body.ljust(most)))[0] == 200
     assert session.stop_reason == StopReason.STOP
-    monkeypatch.setattr(requests, "MAX_BODY_BYTES", 1000)
-    assert (await client.post(CHAT, body.ljust(1001)))[0] == 400
 
 
 async def test_a_call_beside_the_longest_chain_does_not_cut_the_trajectory(
@@ -605,7 +595,7 @@ async def test_a_session_that_ends_while_its_prompt_is_rendered_makes_no_call(ho
 async def test_a_large_body_waits_for_room_and_is_refused_as_one_to_repeat_when_there_is_none(
     bytes_chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "ROOM_BYTES", 90_000)
+    monkeypatch.setattr(requests, "MAX_OPEN_BODIES", 1)
     monkeypatch.setattr(requests, "ROOM_SECONDS", 0.3)
     async with opened(bytes_chat) as house:
         session, talk = house.session(), ChatTalk("age ?")
@@ -621,7 +611,7 @@ async def test_a_large_body_waits_for_room_and_is_refused_as_one_to_repeat_when_
             for make in TALKS:
                 late = make("age ?")
                 status, reply = await client.post(make.path, json.dumps(late.body()).encode().ljust(60_000))
-                assert status == requests.NO_ROOM and "room" in late.error(reply)
+                assert status == requests.NO_ROOM and "in the way" in late.error(reply)
             assert (await client.post(CHAT, small))[0] == 200
             monkeypatch.setattr(requests, "ROOM_SECONDS", 60.0)
             waiting = asyncio.create_task(client.post(CHAT, large))
@@ -636,11 +626,7 @@ async def test_a_large_body_waits_for_room_and_is_refused_as_one_to_repeat_when_
         ("gzip", gzip.compress, 200),
         ("Deflate", zlib.compress, 200),
         ("identity", bytes, 200),
-        ("gzip", lambda raw: gzip.compress(raw)[:-1], 400),
         ("gzip", bytes, 400),
-        ("gzip", lambda raw: gzip.compress(raw) + b"more", 400),
-        ("gzip", lambda raw: gzip.compress(raw[:9]) + gzip.compress(raw[9:]), 400),
-        ("br", bytes, 415),
     ],
 )
 async def test_a_compressed_body_is_read(
@@ -650,18 +636,14 @@ async def test_a_compressed_body_is_read(
     assert (await client.post(CHAT, pack(body), Content_Encoding=encoding))[0] == status
 
 
-async def test_a_body_that_would_unpack_to_gigabytes_is_refused_without_unpacking_it(
-    house: House, client: Client
-) -> None:
+async def test_a_body_that_would_unpack_to_gigabytes_is_refused_without_unpacking_it(client: Client) -> None:
     packer, empty = zlib.compressobj(9, zlib.DEFLATED, 31), bytes(1 << 20)
     begin, again = (packer.compress(empty) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
-    bomb = begin + 3000 * again
-    before = time.process_time()
-    assert (await client.post(CHAT, bomb[: MIN_BODY_BYTES // 2], Content_Encoding="gzip"))[0] == 400
-    assert (await client.post("/rl/sessions/0/finish", bomb[:500_000], Content_Encoding="gzip"))[0] == 413
-    client.headers["Authorization"] = "Bearer wrong"
-    assert (await client.post(CHAT, bomb, Content_Encoding="gzip"))[0] == 401
-    assert time.process_time() - before < 0.5
+    bomb, memory = begin + 3000 * again, psutil.Process().memory_info
+    before = memory().rss
+    for path, status in ((CHAT, 400), ("/rl/sessions/0/finish", 413)):
+        assert (await client.post(path, bomb, Content_Encoding="gzip"))[0] == status
+    assert memory().rss - before < 256 << 20
 
 
 async def test_clients_that_never_read_hold_neither_memory_nor_connections(

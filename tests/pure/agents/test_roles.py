@@ -23,7 +23,7 @@ from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Response
 from service.rollout.plain_values import NotAllowed
 from tests.pure.agents.dialect_server import events_of
-from tests.pure.agents.endpoint import CHAT, COMPLETIONS, Client, House, client_of, opened, until
+from tests.pure.agents.endpoint import CHAT, GENERATE, Client, House, client_of, opened, until
 
 MAIN, SUB, AUX, RETRY, UNDELIVERED = ROLES
 TOOL = {"type": "function", "function": {"name": "edit", "parameters": {"type": "object", "properties": {}}}}
@@ -153,9 +153,6 @@ async def test_several_samples_of_one_request_are_trained_siblings(bytes_chat: C
         assert all(call.parent is None for call in agent.session.tree.calls)
         chunks = [chunk["choices"][0] for chunk in events_of(await agent.client.stream(CHAT, {**body, "n": 1}))]
         assert [chunk["index"] for chunk in chunks] == [0, 0]
-        texts = iter("pq")
-        events = events_of(await agent.client.stream(COMPLETIONS, {"prompt": "x", "n": 2}))
-        assert [(e["choices"][0]["index"], e["choices"][0]["text"]) for e in events[::2]] == [(0, "p"), (1, "q")]
         assert agent.house.endpoint.calls.answered["chat", "replayed"] == 0
 
 
@@ -242,8 +239,8 @@ async def test_a_lost_answer_that_comes_back_in_an_edited_history_was_delivered(
 
 async def test_calls_with_tokens_of_the_client_are_its_own_conversation(bytes_chat: Chat) -> None:
     async with visited(bytes_chat) as agent:
-        for prompt in ("one", "two"):
-            await agent.client.post(COMPLETIONS, {"prompt": prompt})
+        for prompt in ([5], [6]):
+            await agent.client.post(GENERATE, {"token_ids": prompt})
         assert agent.roles == [MAIN, MAIN]
 
 

@@ -1,4 +1,4 @@
-"""Token ids, counts and ends of sessions in bodies that no client should send: refused in form, or answered exactly."""
+"""Counts and ends of sessions in bodies that no client should send: refused in form, or answered exactly."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 
 from service.rollout.chat.chat import Chat
-from tests.pure.agents.endpoint import Client, House, client_of, opened, whole
+from tests.pure.agents.endpoint import GENERATE, Client, House, client_of, opened, whole
 from tests.pure.agents.test_dialect_fuzz import VALID, mutated
 
-GENERATE = "/inference/v1/generate"
 SAMPLING = {"max_tokens": 5, "temperature": 0.5, "n": 1, "stop": [], "logprobs": 1, "stop_token_ids": [4]}
 BODIES: Mapping[str, dict[str, Any]] = {
     GENERATE: {"model": "policy", "token_ids": [17, 4], "sampling_params": SAMPLING, "stream": False, "priority": 0},
-    "/tokenize": VALID["/v1/chat/completions"],
-    "/s/0/tokenize": {"model": "policy", "prompt": "fox <|im_end|> é", "add_special_tokens": False},
-    "/detokenize": {"model": "policy", "tokens": [17, 4, 300]},
     "/v1/messages/count_tokens": {k: v for k, v in VALID["/v1/messages"].items() if k not in ("max_tokens", "stream")},
     "/rl/sessions/0/reward": {"reward": 0.5},
     "/rl/sessions/0/finish": {"reward": 0.5, "status": "ok", "transcript": "é"},

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 from openai.types.responses import response_create_params as responses
 
@@ -21,7 +20,6 @@ from tests.pure.agents.test_sdks import ANTHROPIC
 PAGE = Path("docs/agent-recipes.md").read_text()
 SDK = {
     "/v1/chat/completions": chat.CompletionCreateParamsBase,
-    "/v1/completions": completions.CompletionCreateParamsBase,
     "/v1/responses": responses.ResponseCreateParamsBase,
 }
 LIKELY = (True, 2, "x", {"type": "x"}, [{"type": "x"}], ["x"], {"x": "y"})
