@@ -3,42 +3,30 @@
     clients (a process) --HTTP--> endpoint, engine that sleeps (this one) --Ray--> buffer with its journal (an actor)
 
 Each call of a client is timed from its first byte to its last one, and the engine's sleep is subtracted. For the
-figures of the endpoint alone the wait until the buffer has the step on its disk is subtracted too. There are 64
-sessions of up to 20,000 tokens, then two of 60 turns and 90,000 tokens. Then, without sockets, the benchmark measures
-the CPU time of a continuation at 20,000 tokens of history, and the memory of an open session.
+figures of the endpoint alone the wait until the buffer has the step on its disk is subtracted too.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import random
 import sys
 import tempfile
 import time
-import tracemalloc
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from actors.engine.run_player import RunPlayer, play_settings
+from actors.engine.run_player import RunPlayer
 from benchmarks.own_ray import own_ray
-from service.agents.conversation_tree import ConversationTree
-from service.agents.dialects import chat as dialect
-from service.agents.dialects.body import parse_body
-from service.agents.dialects.dialect import CallAnswer
-from service.agents.reply_parser import JsonCalls
-from service.agents.session import Session
 from service.config import (
     AgentsConfig,
     AlgorithmConfig,
@@ -53,10 +41,9 @@ from service.config import (
 from service.handoff.verbs import Claim
 from service.rollout.chat.chat import Chat
 from service.rollout.engine import Generation, Sampling
-from service.rollout.environment import AgentSession, Message, Task
-from service.rollout.limits import AgentLimits
+from service.rollout.environment import AgentSession, Task
 from service.rollout.prompts.dataset import load_tasks, write_rows
-from service.types import Int32s, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
+from service.types import Int32s, PolicyVersion, TrajectoryId
 
 NAME = "benchmarks.agents"
 """The name of this module, which also runs as `__main__`."""
@@ -65,21 +52,8 @@ TURNS, OPENING_CHARACTERS, RESULT_CHARACTERS = 24, 16_000, 2000
 about 20,000 tokens."""
 
 
-class Load(NamedTuple):
-    """The load that the clients produce."""
-
-    sessions: int = 64
-    samples: int = 8
-    """Trajectories of a group."""
-    turns: int = TURNS
-    result_characters: int = RESULT_CHARACTERS
-    counted: int = TURNS
-    """The number of calls, at the end of each session, whose times are in the figures."""
-
-
-WIDE = Load()
-LONG = Load(2, 2, 60, 5000, 10)
-"""Sessions of about 90,000 tokens."""
+SESSIONS, SAMPLES = 64, 8
+"""Sessions at once, and trajectories of a group."""
 SECONDS_PER_TOKEN = 0.02
 VERSION = PolicyVersion(0, 0)
 TEXT = "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path("service").rglob("*.py")))
@@ -133,7 +107,6 @@ class Clients:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._waiting: dict[str, asyncio.Future[None]] = {}
-        self.load = WIDE
         self.keys: dict[str, str] = {}
         """The key of each session, by its trajectory."""
         self.seconds: dict[str, list[float]] = {}
@@ -142,8 +115,7 @@ class Clients:
     async def play(self, base_url: str, key: str, seed: int) -> None:
         """Let the process have one conversation; returns when it has ended."""
         waiting = self._waiting[key] = asyncio.get_running_loop().create_future()
-        told = base_url, key, seed, self.load.turns, self.load.result_characters
-        self._process.stdin.write(json.dumps(told).encode() + b"\n")  # type: ignore[union-attr]
+        self._process.stdin.write(json.dumps([base_url, key, seed]).encode() + b"\n")  # type: ignore[union-attr]
         await waiting
 
     async def listen(self) -> None:
@@ -165,12 +137,12 @@ async def be_clients() -> None:
             talks.create_task(converse(http, *json.loads(line)))
 
 
-async def converse(http: Any, base_url: str, key: str, seed: int, turns: int, result_characters: int) -> None:
+async def converse(http: Any, base_url: str, key: str, seed: int) -> None:
     """Have one conversation; prints the seconds of each call, less those of the engine."""
     drawn, seconds = random.Random(f"{key}{seed}"), []
     await asyncio.sleep(drawn.random() * SECONDS_PER_TOKEN * 128)
     messages = [{"role": "user", "content": excerpt(drawn, OPENING_CHARACTERS)}]
-    for _ in range(turns):
+    for _ in range(TURNS):
         body = json.dumps({"model": "policy", "messages": messages}).encode()
         began = time.perf_counter()
         async with http.post(
@@ -180,7 +152,7 @@ async def converse(http: Any, base_url: str, key: str, seed: int, turns: int, re
         took = time.perf_counter() - began
         reply = json.loads(raw)
         seconds.append(took - SECONDS_PER_TOKEN * reply["usage"]["completion_tokens"])
-        messages += [reply["choices"][0]["message"], {"role": "user", "content": excerpt(drawn, result_characters)}]
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": excerpt(drawn, RESULT_CHARACTERS)}]
     print(json.dumps([key, seconds]), flush=True)
 
 
@@ -211,7 +183,7 @@ def make_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def configuration(folder: Path, load: Load = WIDE) -> Config:
+def configuration(folder: Path) -> Config:
     """A configuration in which all sessions are one mini-batch."""
     return Config(
         run=RunConfig(dir=folder),
@@ -219,15 +191,13 @@ def configuration(folder: Path, load: Load = WIDE) -> Config:
         agents=AgentsConfig(max_tokens=1 << 17),
         generator=GeneratorConfig(max_input_length=1 << 17, max_generate_length=129),
         buffer=BufferConfig(lookahead=0, merge="tree"),
-        algorithm=AlgorithmConfig(n_samples_per_prompt=load.samples),
-        trainer=TrainerConfig(
-            mini_batch_size=load.sessions // load.samples, ranks=1, max_tokens_per_micro_batch=1 << 20
-        ),
+        algorithm=AlgorithmConfig(n_samples_per_prompt=SAMPLES),
+        trainer=TrainerConfig(mini_batch_size=SESSIONS // SAMPLES, ranks=1, max_tokens_per_micro_batch=1 << 20),
         metrics=MetricsConfig(port=0),
     )
 
 
-async def latency(folder: Path, rounds: int, load: Load = WIDE) -> dict[str, float]:
+async def latency(folder: Path, rounds: int) -> dict[str, float]:
     """Seconds of a call without the engine's sleep, with the buffer's actor and its journal."""
     import ray
 
@@ -246,7 +216,7 @@ async def latency(folder: Path, rounds: int, load: Load = WIDE) -> dict[str, flo
             return is_accepted
 
     folder.mkdir()
-    config, model = configuration(folder / "run", load), folder / "model"
+    config, model = configuration(folder / "run"), folder / "model"
     make_tokenizer(model)
     write_rows(
         folder / "rows.jsonl", [{"uid": str(i), "prompt": [{"role": "user", "content": "x"}]} for i in range(512)]
@@ -267,13 +237,12 @@ async def latency(folder: Path, rounds: int, load: Load = WIDE) -> dict[str, flo
         sys.executable, "-m", NAME, "--clients", stdin=-1, stdout=-1, limit=1 << 24
     )
     clients = import_module(NAME).Outside.clients = Clients(process)
-    clients.load = load
     background = [asyncio.create_task(outbox.run()), asyncio.create_task(clients.listen())]
     engine = Sleeper(Chat(PreTrainedTokenizerFast.from_pretrained(model)))
     player = RunPlayer(config, model, engine)
     for i in range(rounds):
         groups = []
-        for _ in range(load.sessions // load.samples):
+        for _ in range(SESSIONS // SAMPLES):
             group = await ask(buffer.claim, Claim("g", incarnation, engine.version), 10.0)
             if not isinstance(group, list):
                 raise RuntimeError(f"no group: {group}")
@@ -284,7 +253,7 @@ async def latency(folder: Path, rounds: int, load: Load = WIDE) -> dict[str, flo
             for sample, attempt in zip(group.samples, group.attempts, strict=True)
         ]
         ends = await asyncio.gather(*trajectories)
-        if {(end.stop_reason, end.n_steps) for end in ends} != {("stop", load.turns)}:
+        if {(end.stop_reason, end.n_steps) for end in ends} != {("stop", TURNS)}:
             raise RuntimeError(f"trajectories failed: {player.failures}")
         await outbox.flush()
         leased = await ask(buffer.lease, trainer, 60.0)
@@ -298,7 +267,7 @@ async def latency(folder: Path, rounds: int, load: Load = WIDE) -> dict[str, flo
     pairs = [
         pair
         for trajectory, key in clients.keys.items()
-        for pair in list(zip(clients.seconds[key], accepting[trajectory], strict=False))[-load.counted :]
+        for pair in zip(clients.seconds[key], accepting[trajectory], strict=False)
     ]  # the buffer's last answer is about the trajectory's end
     seconds, until_accepted = np.array(pairs).T
     columns = {"": seconds, "until_accepted_": until_accepted, "endpoint_": seconds - until_accepted}
@@ -307,109 +276,21 @@ async def latency(folder: Path, rounds: int, load: Load = WIDE) -> dict[str, flo
         for name, of in columns.items()
         for cut in (10, 50, 90, 99)
     }
-    return {"sessions": load.sessions, "calls": len(seconds), **cuts}
-
-
-class Alone:
-    """A session without sockets and buffer."""
-
-    def __init__(self, chat: Chat, limits: AgentLimits, number: int) -> None:
-        async def sample(prompt_ids: Int32s, most: int, structure: str, request_id: str) -> Generation:
-            return reply_to(chat, prompt_ids)
-
-        tree = ConversationTree(chat, JsonCalls())
-        self.session = Session(TrajectoryId(number, 0), "p", tree, limits, 1 << 20, sample, self, "alone", "key")
-        self._drawn = random.Random(number)
-        self.messages: list[Mapping[str, Any]] = [{"role": "user", "content": excerpt(self._drawn, 500)}]
-        self.cpu_seconds = 0.0
-
-    def append(self, step: Step) -> None:
-        """Discard a step."""
-
-    def end(self, end: TrajectoryEnd) -> None:
-        """Discard the trajectory's end."""
-
-    async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Accept all steps."""
-        return True
-
-    async def call(self) -> None:
-        """Do one call, from the bytes of its body to the bytes of its answer."""
-        raw = json.dumps({"messages": self.messages}).encode()
-        began = time.process_time()
-        asked = dialect.read(parse_body(raw))
-        call = await self.session.begin(asked, self.session.opened(asked), str(len(raw)))
-        answer = CallAnswer(call, 0)
-        json.dumps(reply := dialect.reply(answer, asked)).encode()
-        self.cpu_seconds = time.process_time() - began
-        told = Message(role="user", content=excerpt(self._drawn, RESULT_CHARACTERS))
-        self.messages += [reply["choices"][0]["message"], told]
-
-
-def tokens_of(session: Session) -> int:
-    """The tokens of all steps of a session, each counted once."""
-    return sum(len(call.carried_ids) + len(call.response.token_ids) for call in session.tree.calls)
-
-
-async def alone(folder: Path, seconds: float = 3.0) -> dict[str, float]:
-    """CPU time of a continuation at 20,000 tokens of history, and bytes of an open session."""
-    make_tokenizer(folder)
-    chat = Chat(PreTrainedTokenizerFast.from_pretrained(folder))
-    limits = replace(AgentLimits.of(play_settings(configuration(folder)), chat), max_turns=10_000)
-    cpu, number, began = [], 0, time.monotonic()
-    while time.monotonic() - began < seconds or len(cpu) < 20:
-        one, number = Alone(chat, limits, number), number + 1
-        while tokens_of(one.session) < 20_000:
-            await one.call()
-        for _ in range(5):
-            await one.call()
-            cpu.append(one.cpu_seconds)
-    kept = []
-    for n_calls in (1, TURNS):
-        gc.collect()
-        tracemalloc.start()
-        opened = [(await _after(Alone(chat, limits, i), n_calls)).session for i in range(20)]
-        gc.collect()
-        n_bytes = tracemalloc.get_traced_memory()[0] / len(opened)
-        tracemalloc.stop()
-        kept.append((n_bytes, sum(map(tokens_of, opened)) / len(opened)))
-    (one_bytes, one_tokens), (n_bytes, tokens) = kept
-    return {
-        "continuation_cpu_ms": float(np.median(cpu) * 1e3),
-        "session_of_one_call_bytes": one_bytes,
-        "its_tokens": one_tokens,
-        f"session_of_{TURNS}_calls_bytes": n_bytes,
-        "of_tokens": tokens,
-        "bytes_beyond_24_a_token": n_bytes - 24 * tokens,
-    }
-
-
-async def _after(one: Alone, n_calls: int) -> Alone:
-    for _ in range(n_calls):
-        await one.call()
-    return one
+    return {"sessions": SESSIONS, "calls": len(seconds), **cuts}
 
 
 def main() -> int:
     """Measure, print, write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agents", description=__doc__)
     parser.add_argument("--clients", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--part", choices=["latency", "long", "alone"], help="only one of the three")
     parser.add_argument("--rounds", type=int, default=2, help="times that 64 sessions are played")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.clients:
         asyncio.run(be_clients())
         return 0
-    figures: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True) as folder:
-        if arguments.part in (None, "alone"):
-            figures |= asyncio.run(alone(Path(folder) / "alone"))
-        for part, load, rounds in (("latency", WIDE, arguments.rounds), ("long", LONG, 1)):
-            if arguments.part in (None, part):
-                with own_ray(folder):
-                    measured = asyncio.run(latency(Path(folder) / part, rounds, load))
-                figures |= {f"{part}_{name}": figure for name, figure in measured.items()}
+    with tempfile.TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True) as folder, own_ray(folder):
+        figures = asyncio.run(latency(Path(folder) / "run", arguments.rounds))
     print(json.dumps(figures, indent=2))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2))

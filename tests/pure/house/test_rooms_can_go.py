@@ -13,9 +13,19 @@ pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[3]
 PARSER, HUB = "service/cli/parser.py", "actors/observe/metrics_hub.py"
+PLAYER, LIBRARY = "actors/engine/run_player.py", "baton/library.py"
 RUN, COMMANDS = "actors/driver/run.py", "actors/driver/commands.py"
 UPLOADS = r"from service\.store\.uploads import .*\n"
 LINES: dict[str, list[tuple[str, ...]]] = {
+    "agents": [
+        (PARSER, r'    Command\("agent-try".*\n'),
+        (PLAYER, r"from actors\.engine\.agents import .*\n"),
+        (PLAYER, r"from service\.agents\..*\n"),
+        (PLAYER, r"            agents=.*\n"),
+        (PLAYER, r"            commands=.*\n"),
+        (LIBRARY, r"(    from service\.agents\..*\n)+"),
+        (LIBRARY, r'(        "service\.agents\..*\n)+'),
+    ],
     "trace": [(PARSER, r'    Command\("trace".*\n'), (PARSER, r'    Command\("trajectories".*\n')],
     "plan": [(PARSER, r'    Command\("plan".*\n'), (HUB, r"from service\.plan\..*\n"), (HUB, r", Window\(\)")],
     "store": [
@@ -28,13 +38,16 @@ LINES: dict[str, list[tuple[str, ...]]] = {
     ],
 }
 """Room -> its lines at the edge: (file, what is taken out of it, what takes its place if that is not nothing)."""
+OWN_FILES = {"agents": ["actors/engine/agents.py", "actors/driver/try_agent.py"]}
+"""Room -> its files elsewhere."""
 OWN_TESTS = {
+    "agents": ["pure/agents"],
     "trace": ["pure/timeline", "pure/trajectories"],
     "plan": ["pure/plan"],
     "store": ["pure/store"],
 }
 """Room -> folders of its tests; beside them go the files elsewhere that import it."""
-NEIGHBOURS = ["pure/cli", "pure/config", "pure/metrics", "pure/runfolder"]
+NEIGHBOURS = ["pure/cli", "pure/config", "pure/metrics", "pure/runfolder", "pure/rollout/test_player.py"]
 
 
 def without(room: str, copy: Path) -> None:
@@ -47,6 +60,8 @@ def without(room: str, copy: Path) -> None:
         text, n = re.subn(line, "".join(instead), (copy / file).read_text())
         assert n == 1, f"{file}: {line}"
         (copy / file).write_text(text)
+    for file in OWN_FILES.get(room, ()):
+        (copy / file).unlink()
     for folder in OWN_TESTS[room]:
         shutil.rmtree(copy / "tests" / folder)
     for path in [*(copy / "tests").rglob("*.py"), *(copy / "benchmarks").rglob("*.py")]:
@@ -60,7 +75,7 @@ def test_the_rest_works_without_a_room(room: str, tmp_path: Path) -> None:
     left = [path for folder in ("service", "actors", "baton") for path in (tmp_path / folder).rglob("*.py")]
     inside = re.compile(rf"^\s*(from|import) service\.{room}\b", re.MULTILINE)
     assert [str(path) for path in left if inside.search(path.read_text())] == []
-    folders = [f"tests/{folder}" for folder in NEIGHBOURS if (tmp_path / "tests" / folder).is_dir()]
+    folders = [f"tests/{folder}" for folder in NEIGHBOURS if (tmp_path / "tests" / folder).exists()]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not full", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([*command, *folders], cwd=tmp_path, env=environment, capture_output=True, text=True)
