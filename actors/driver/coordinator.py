@@ -1,10 +1,22 @@
-"""The driver's loop: lease -> step -> commit -> publish, while the generators continue."""
+"""The driver's loop: lease -> step -> commit -> publish, while the generators continue.
+
+Its parts, which do not know each other or the loop:
+
+- buffer (actor): leases mini-batches, and records which steps were committed
+- trainer (`TrainerGroup`): takes optimizer steps, saves and restores, gives out the weights
+- `GeneratorPool`: starts and restarts generators; its `weights` (`Delivery`) bring each publication to the engines
+- `Scaling` with `HostWatch`: lets generators join, and leave with their nodes
+- `Checkpointer`: writes checkpoints, and hands them to the uploads
+- `Evaluations`: evaluates the published weights
+- `Supervisor`: notices dead processes, and cancels what waits for them
+- `RunObserver`: keeps the books
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,26 +29,22 @@ from actors.deaths import cause_of_death, is_death, life_of
 from actors.driver.checkpointer import Checkpointer
 from actors.driver.cluster import Cluster
 from actors.driver.host_watch import HostWatch
+from actors.driver.observer import RunObserver
 from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import Scaling
 from actors.observe.actor_logs import say_which_are_elsewhere
-from actors.observe.metrics_hub import ScrapeTargets
-from actors.observe.telemetry import RunTelemetry
 from actors.weights.weight_source import TRAINER, TrainerLost
 from service.config import Config, resolved_yaml
 from service.errors import BatonError, ProcessLost, RunFailed
 from service.handoff.verbs import WaitReason
-from service.observe.logprob_mismatch import LogprobCheck
 from service.run.checkpoints import Manifest
 from service.run.folder import BEST, FINAL, LOGS
 from service.run.inputs import Prepared, demonstrations
 from service.run.liveness import Supervisor
 from service.run.metrics_port import DEFAULT_PORT
 from service.run.phases import phase
-from service.run.progress import QUIET_SECONDS, Progress, end_early
-from service.run.repeated_failures import FailureWatch
-from service.run.trajectories import describe_ends
+from service.run.progress import QUIET_SECONDS, end_early
 from service.run.writer import RunWriter
 from service.store.uploads import Uploads
 from service.types import PolicyVersion
@@ -69,12 +77,9 @@ class Coordinator:
         self._resume_from = resume_from
         self.stopped_by = 0
         """Number of the stop signal that ends the run; 0: no signal came."""
-        self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads, cluster.shares_cores)
-        resumes = bool(config.trainer.checkpoint_every)
-        self._progress = Progress(
-            config.run.max_steps, tuple(config.roles), resumes, folder, say, self._telemetry.seconds_by_state
-        )
         self._supervised, self._supervisor = cluster.named, Supervisor(say, cause_of_death, is_death)
+        self._observer = RunObserver(config, cluster, folder, say, uploads, self._supervisor.lost)
+        self._telemetry, self._progress = self._observer.telemetry, self._observer.progress
         self._generator_pool = GeneratorPool(
             config.generator,
             config.run,
@@ -96,12 +101,7 @@ class Coordinator:
         eval_files, stopped = prepared.eval_files, lambda: bool(self.stopped_by)
         sections = config.data, config.run, config.weights.sync_every
         self._evaluations = Evaluations(*sections, self._generator_pool, folder, eval_files, say, stopped, evaluated)
-        samples = config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt
-        self._failures = FailureWatch(2 * samples, say, self._telemetry.failing)
         self._version = PolicyVersion(0, 0)
-        self._waits_for = ""
-        self._bad_steps = 0
-        self._logprobs = LogprobCheck(config.weights)
         self._trainer_failures, self._failed_at = 0, 0
         """Failures of the trainer, and the highest step before a failure: repeated steps do not count as progress."""
         self._starting: asyncio.Task[None] | None = None
@@ -179,8 +179,7 @@ class Coordinator:
         url = await self._all_up()
         await self._hosts.begin()
         say_which_are_elsewhere(self._folder.path / LOGS, self._say)
-        self._targets = ScrapeTargets(self._folder.path, self._folder.write_targets)
-        await self._targets.write()
+        await self._observer.write_targets()
         if self._config.metrics.port is None and not url.endswith(f":{DEFAULT_PORT}"):
             self._say(f"port {DEFAULT_PORT} is taken; this run has the next free one")
         self._say(f"status page: {url} (in a terminal: baton status {self._folder.path})")
@@ -310,43 +309,38 @@ class Coordinator:
 
     async def _step(self) -> None:
         """Take one optimizer step. If the step is not applied, its mini-batch is released and leased again."""
-        step = f"step {self._version.step + 1}"
-        with phase(step, self._say, self._waited_for, after=QUIET_SECONDS, seconds=QUIET_SECONDS):
-            leased = await self._lease()
-            if leased is None:
+        with self._observer.step(self._version.step + 1):
+            if (leased := await self._lease()) is None:
                 return
-            self._folder.append_trajectories(leased.lost)
-            self._waits_for = "the trainer"
-            self._telemetry.doing("step")
             report = await self._trainer.step(leased.parts)
         if not report.applied:
-            await self._release(leased, report.reason or "not applied")
-            return
-        if (why := self._logprobs.mismatch(self._version.step + 1, report.metrics)) is not None:
-            raise RunFailed(why)
+            return await self._release(leased, report.reason or "not applied")
+        await self._commit(leased, report.metrics)
+        await self._publish()
+        await self._checkpoint()
+        await self._evaluate(self._evaluations.is_due(self._version.step))
+        self._observer.doing("bookkeeping")
+        measured = {**report.metrics, **self._evaluations.numbers(self._version.step)}
+        await self._observer.stepped(self._version, leased, measured, await self._generator_pool.statuses())
+
+    async def _commit(self, leased: LeasedBatch, measured: Mapping[str, float]) -> None:
+        self._observer.applied(self._version.step + 1, measured)
         self._version = PolicyVersion(self._version.incarnation, self._version.step + 1)
-        self._telemetry.doing("commit")
         accepted(await ask_buffer(self._buffer.commit, self._version.incarnation, leased.lease, self._version))
-        self._bad_steps = 0
         self._generator_pool.progressed()
+
+    async def _publish(self) -> None:
         if self._version.step % self._config.weights.sync_every == 0:
-            self._telemetry.doing("weights")
+            self._observer.doing("weights")
             self._progress.synced(await self._weights.published())
             await self._weights.publish(await self._trainer.weights(self._version))
-        self._telemetry.doing("checkpoint")
+
+    async def _checkpoint(self) -> None:
+        self._observer.doing("checkpoint")
         await self._checkpoints.settle()
         every = self._config.trainer.checkpoint_every
         if every and self._version.step % every == 0:
             await self._checkpoints.begin(self._version.step)
-        await self._evaluate(self._evaluations.is_due(self._version.step))
-        self._telemetry.doing("bookkeeping")
-        generators = await self._generator_pool.statuses()
-        self._failures.stepped(generators)
-        self._folder.append_trajectories(leased.trajectories)
-        measured = {**report.metrics, **self._evaluations.numbers(self._version.step)}
-        line = self._progress.stepped(self._version, leased.metrics, measured, generators)
-        self._telemetry.stepped(self._version, line, self._progress.seconds_left, self._progress.not_learning)
-        await self._targets.write()
 
     async def _evaluate(self, is_due: bool) -> None:
         """Evaluate the weights if an evaluation is due."""
@@ -363,50 +357,29 @@ class Coordinator:
     async def _lease(self) -> LeasedBatch | None:
         """Wait for the next mini-batch; None if the run was stopped meanwhile."""
         start = time.monotonic()
-        self._waits_for = "a mini-batch"
-        self._telemetry.doing("waiting")
+        self._observer.doing("waiting", "a mini-batch")
         while not self.stopped_by:
             answer = await ask_buffer(self._buffer.lease, self._version.incarnation, POLL_SECONDS)
             if self._config.scorers:
-                self._failures.name_scorers(await ask_buffer(self._buffer.scorer_failures))
+                self._observer.scorers_failed(await ask_buffer(self._buffer.scorer_failures))
             if isinstance(answer, LeasedBatch):
+                self._observer.leased(answer)
                 return answer
             accepted(answer)
-            self._waits_for = f"a mini-batch: {answer.detail}"
-            self._telemetry.doing("waiting", reason=answer.reason, detail=answer.detail)
-            statuses = await self._generator_pool.statuses()
+            generators = await self._generator_pool.statuses()
             try:
-                self._failures.check(statuses, time.monotonic() - start)
+                self._observer.waits(answer, time.monotonic() - start, generators)
             except RunFailed:
                 self._folder.append_trajectories(await ask_buffer(self._buffer.lost))
                 raise
             if answer.reason is WaitReason.FILTERED:
                 raise RunFailed(f"{answer.detail}; nothing is left to learn from")
-            if time.monotonic() - start > self._config.run.stall_deadline:
-                gone = ", ".join(self._supervisor.lost())
-                back = (
-                    f"; {gone} did not come back: where its host is lost, no other has room (`ray status`)"
-                    if gone
-                    else ""
-                )
-                raise RunFailed(f"no mini-batch for {self._config.run.stall_deadline:.0f} s: {answer.detail}{back}")
         return None
 
-    def _waited_for(self) -> str:
-        lost = self._supervisor.lost()
-        return self._waits_for + (f"; restarting: {', '.join(lost)}" if lost else "")
-
     async def _release(self, leased: LeasedBatch, reason: str) -> None:
-        self._bad_steps += 1
-        self._telemetry.aborted()
-        self._say(f"step {self._version.step + 1} was not applied: {reason}")
+        step = self._version.step + 1
         accepted(await ask_buffer(self._buffer.release, self._version.incarnation, leased.lease, reason))
-        if self._bad_steps >= self._config.trainer.max_bad_steps:
-            ends = describe_ends(leased.trajectories)
-            raise RunFailed(
-                f"{self._bad_steps} optimizer steps in a row were not applied; the last one: {reason}"
-                + (f" (some of its trajectories: {ends})" if ends else "")
-            )
+        self._observer.not_applied(leased, step, reason)
 
     async def _restart_trainer(self, error: BatonError) -> Manifest | None:
         """Restart all ranks. Returns the newest checkpoint, from which they continue; None: they begin again with the
@@ -458,4 +431,4 @@ class Coordinator:
         await self._generator_pool.stop()
         self._telemetry.state(state)
         self._telemetry.stop()
-        self._progress.end(state, await ask_buffer(self._buffer.status), generators, self._failures.many)
+        self._observer.ended(state, await ask_buffer(self._buffer.status), generators)

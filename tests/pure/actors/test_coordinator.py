@@ -84,7 +84,7 @@ def coordinating(
 COLD = "model.warm_start=null"
 LOADS = {"load": answering(), "weights": answering()}
 STEPS = LOADS | {"step": answering(StepReport(True, None, {}))}
-LEASES: dict[str, Any] = {"ready": None, "join": 1, "lease": LEASED, "commit": None, "covered": None}
+LEASES: dict[str, Any] = {"ready": None, "join": 1, "lease": LEASED, "commit": None, "covered": None, "lost": ()}
 TOLD = dict.fromkeys(("journal_start", "journal_synced", "accepted_tokens"), 0)
 ENDED = {"tokens": {}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": []}
 

@@ -1,0 +1,134 @@
+"""Keeps the books of a run: telemetry, progress, records of trajectories, failures and scrape targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from actors.buffer.actor import LeasedBatch
+from actors.driver.cluster import Cluster
+from actors.observe.metrics_hub import ScrapeTargets
+from actors.observe.telemetry import RunTelemetry
+from service.config import Config
+from service.errors import RunFailed
+from service.handoff.verbs import Wait
+from service.observe.logprob_mismatch import LogprobCheck
+from service.run.phases import phase
+from service.run.progress import QUIET_SECONDS, Progress
+from service.run.repeated_failures import FailureWatch
+from service.run.trajectories import describe_ends
+from service.run.writer import RunWriter
+from service.types import PolicyVersion
+
+
+class RunObserver:
+    """Is told what the driver's loop does, and records and reports it; it changes nothing in the run, but ends a run
+    that cannot make progress."""
+
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        folder: RunWriter,
+        say: Callable[[str], None],
+        uploads: Any,
+        lost: Callable[[], Sequence[str]],
+    ) -> None:
+        """Store the parts. `uploads`: the uploads to the object store, or None; `lost`: returns the names of the
+        processes that are lost now."""
+        self._config, self._folder, self._say, self._lost = config, folder, say, lost
+        self.telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads, cluster.shares_cores)
+        resumes, seconds = bool(config.trainer.checkpoint_every), self.telemetry.seconds_by_state
+        self.progress = Progress(config.run.max_steps, tuple(config.roles), resumes, folder, say, seconds)
+        samples = config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt
+        self._failures = FailureWatch(2 * samples, say, self.telemetry.failing)
+        self._logprobs = LogprobCheck(config.weights)
+        self._targets = ScrapeTargets(folder.path, folder.write_targets)
+        self._waits_for = ""
+        self._bad_steps = 0
+
+    def step(self, step: int) -> AbstractContextManager[None]:
+        """Within the block, a line says from time to time what the step waits for."""
+        return phase(f"step {step}", self._say, self._waited_for, after=QUIET_SECONDS, seconds=QUIET_SECONDS)
+
+    def doing(self, state: str, waits_for: str = "", **detail: Any) -> None:
+        """The loop does this now; `waits_for`: what a step waits for."""
+        self._waits_for = waits_for or self._waits_for
+        self.telemetry.doing(state, **detail)
+
+    def _waited_for(self) -> str:
+        lost = self._lost()
+        return self._waits_for + (f"; restarting: {', '.join(lost)}" if lost else "")
+
+    def scorers_failed(self, failures: Any) -> None:
+        """Name the scorers that fail."""
+        self._failures.name_scorers(failures)
+
+    def waits(self, wait: Wait, seconds: float, generators: Sequence[Mapping[str, Any]]) -> None:
+        """There is no mini-batch for `seconds` so far. `generators`: their statuses.
+
+        Raises:
+            RunFailed: the trajectories fail too often, or there was no mini-batch for too long.
+        """
+        self.doing("waiting", f"a mini-batch: {wait.detail}", reason=wait.reason, detail=wait.detail)
+        self._failures.check(generators, seconds)
+        if seconds > self._config.run.stall_deadline:
+            gone = ", ".join(self._lost())
+            back = f"; {gone} did not come back: where its host is lost, no other has room (`ray status`)"
+            why = f"no mini-batch for {self._config.run.stall_deadline:.0f} s: {wait.detail}"
+            raise RunFailed(why + (back if gone else ""))
+
+    def leased(self, batch: LeasedBatch) -> None:
+        """A mini-batch was leased; the trainer takes the step."""
+        self._folder.append_trajectories(batch.lost)
+        self.doing("step", "the trainer")
+
+    def not_applied(self, batch: LeasedBatch, step: int, reason: str) -> None:
+        """A step was not applied.
+
+        Raises:
+            RunFailed: this happened `trainer.max_bad_steps` times in a row.
+        """
+        self._bad_steps += 1
+        self.telemetry.aborted()
+        self._say(f"step {step} was not applied: {reason}")
+        if self._bad_steps >= self._config.trainer.max_bad_steps:
+            ends = describe_ends(batch.trajectories)
+            raise RunFailed(
+                f"{self._bad_steps} optimizer steps in a row were not applied; the last one: {reason}"
+                + (f" (some of its trajectories: {ends})" if ends else "")
+            )
+
+    def applied(self, step: int, measured: Mapping[str, float]) -> None:
+        """A step was applied; its commit follows.
+
+        Raises:
+            RunFailed: the log-probabilities of trainer and engines differ.
+        """
+        if (why := self._logprobs.mismatch(step, measured)) is not None:
+            raise RunFailed(why)
+        self._bad_steps = 0
+        self.doing("commit")
+
+    async def stepped(
+        self,
+        version: PolicyVersion,
+        batch: LeasedBatch,
+        measured: Mapping[str, float],
+        generators: Sequence[dict[str, Any]],
+    ) -> None:
+        """A step is complete. `measured`: metrics of the step and its evaluation; `generators`: their statuses."""
+        self._failures.stepped(generators)
+        self._folder.append_trajectories(batch.trajectories)
+        line = self.progress.stepped(version, batch.metrics, measured, generators)
+        self.telemetry.stepped(version, line, self.progress.seconds_left, self.progress.not_learning)
+        await self.write_targets()
+
+    async def write_targets(self) -> None:
+        """Write the addresses at which Prometheus scrapes the run, unless they were just written."""
+        await self._targets.write()
+
+    def ended(self, state: str, status: dict[str, Any], generators: Sequence[dict[str, Any]]) -> None:
+        """The run has ended in this state. `status`: of the buffer; `generators`: their statuses."""
+        self.progress.end(state, status, generators, self._failures.many)
