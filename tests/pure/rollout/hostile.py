@@ -21,7 +21,6 @@ DUNDERS = (
     *("__reversed__", "__add__", "__mul__", "__getattribute__", "__dir__", "__sizeof__", "__reduce_ex__", "__copy__"),
     *("__deepcopy__", "__await__", "__missing__", "keys", "items", "values", "get", "encode", "item"),
 )
-LYING_CLASSES = (str, dict, list, float, int, StepResult, bool, type(None))
 BASES = (list, dict, str, float, int, tuple, object, Sequence, Mapping, np.float64, np.int64, np.float32, StepResult)
 
 
@@ -32,30 +31,6 @@ class Unspeakable(BaseException):
         raise KeyboardInterrupt(ESCAPE)
 
     __repr__ = __str__
-
-    @property
-    def __traceback__(self) -> Any:
-        raise SystemExit
-
-    @property
-    def __class__(self) -> Any:
-        raise GeneratorExit
-
-
-class Meta(type):
-    """A metaclass whose classes lie about themselves."""
-
-    def __hash__(cls) -> int:
-        raise SystemExit(3)
-
-    def __instancecheck__(cls, value: object) -> bool:
-        raise KeyboardInterrupt
-
-    __subclasscheck__ = __instancecheck__
-
-    @property
-    def __name__(cls) -> str:
-        raise GeneratorExit
 
 
 class Text(str):
@@ -108,12 +83,9 @@ class Hostile:
         base: Any = self.random.choice(BASES)
         chosen = self.random.sample(DUNDERS, self.random.choice((1, 3, len(DUNDERS))))
         body: dict[str, Any] = {name: self.random.choice((self.raiser(), *self.lies())) for name in chosen}
-        if self.random.random() < 0.3:
-            lie = self.random.choice((lambda _: self.random.choice(LYING_CLASSES), self.raiser()))
-            body["__class__"] = property(lie)
         if base in (Sequence, Mapping):
             body = {"__len__": lambda _: 1 << 62, "__getitem__": lambda _, i: i, "__iter__": itertools.count} | body
-        metaclass: Any = Meta if self.random.random() < 0.2 and base not in (Sequence, Mapping) else type(base)
+        metaclass: Any = type(base)
         made = metaclass(self.random.choice(("X", ESCAPE)), (base,), body)
         content = {list: [[1]], dict: [{"a": 1}], str: ["text"], tuple: [(1, 2)]}.get(base, [])
         if base is StepResult:
@@ -208,9 +180,3 @@ class HostileEnvironment:
     async def close(self) -> None:
         if self._raises(0.2):
             raise self._hostile.error()
-
-    def __getattribute__(self, name: str) -> Any:
-        hostile = object.__getattribute__(self, "__dict__").get("_hostile")
-        if name in ("reset", "step", "close") and hostile is not None and hostile.random.random() < 0.02:
-            raise hostile.error()
-        return object.__getattribute__(self, name)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -88,31 +87,6 @@ async def test_a_cancelled_trajectory_ends_also_when_its_environment_swallows_th
     assert len(leaked) == 1
 
 
-async def test_a_call_that_ends_soon_after_its_cancellation_leaks_nothing_and_is_followed_by_close(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(env_guard, "RETURN_SECONDS", 60.0)
-    did: list[str] = []
-
-    class TidiesUp(Stubborn):
-        async def step(self, text: str) -> StepResult:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                await asyncio.sleep(0)
-                did.append("tidied up")
-            raise RuntimeError("not reached")
-
-        async def close(self) -> None:
-            async with asyncio.timeout(60):
-                await asyncio.sleep(0)
-            did.append("closed")
-
-    leaked = LeakedTasks()
-    _, end = await play(chat, engine(chat), TidiesUp(""), leaked=leaked, step_deadline=0.05)
-    assert (end.stop_reason, len(leaked), did) == ("environment_timeout", 0, ["tidied up", "closed"])
-
-
 async def test_the_methods_of_an_episode_run_in_one_task_as_scopes_across_them_need(chat: Chat) -> None:
     tasks: set[asyncio.Task[object] | None] = set()
 
@@ -171,35 +145,6 @@ async def test_a_task_of_an_environment_that_exits_ends_its_own_trajectory_and_n
 
     _, end = await play(chat, engine(chat), StartsTasks(""))
     assert end.stop_reason == "environment_error"
-
-
-class ExitsWhenClosed(Coroutine[None, None, None]):
-    """A coroutine of a class of its own."""
-
-    def send(self, value: None) -> None:
-        raise StopIteration
-
-    def throw(self, *error: Any) -> None:
-        raise StopIteration
-
-    def close(self) -> None:
-        raise SystemExit(3)
-
-    def __await__(self) -> Generator[None, None, None]:
-        yield
-
-
-async def test_a_coroutine_of_an_environment_that_exits_when_it_is_closed_does_not_end_the_event_loop(
-    chat: Chat,
-) -> None:
-    class StartsTasks(Stubborn):
-        async def step(self, text: str) -> StepResult:
-            await asyncio.create_task(ExitsWhenClosed())
-            await asyncio.sleep(0)
-            return StepResult((), 1.0, True)
-
-    _, end = await play(chat, engine(chat), StartsTasks(""))
-    assert end.reward == 1.0
 
 
 async def test_only_a_tool_that_the_task_describes_names_a_call_whatever_the_policy_wrote(chat: Chat) -> None:

@@ -15,11 +15,10 @@ from aiohttp import web
 
 from baton.examples import data, retrieval_client, search_r1
 from baton.examples.retrieval_client import RetrievalClient, RetrievalFailed
-from baton.examples.search_r1 import SearchR1, normal
+from baton.examples.search_r1 import SearchR1
 from baton.examples.search_server import Corpus, application, main
 from service.errors import UserError
 from service.rollout.environment import Task
-from service.rollout.environments.registry import synthetic_data
 from tests.pure.rollout.conftest import served
 
 TEXTS = ["marn lies on the olt", "the olt flows through sarn", "sarn is known for salt"]
@@ -141,23 +140,6 @@ async def test_the_client_asks_again_while_the_server_is_away_and_then_says_so(m
         await asked("http://127.0.0.1:9/retrieve")
 
 
-async def test_a_server_that_dies_amid_its_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval_client, "PAUSES", (0.01, 0.01, 0.01))
-    whole = b'{"result": [[{"id": "0", "contents": "salt"}]]}'
-    answers = [whole[:9], whole]
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(whole)}\r\n\r\n"
-        writer.write(head.encode() + answers.pop(0))
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        assert await asked("http://127.0.0.1:{1}/retrieve".format(*server.sockets[0].getsockname())) == ["salt"]
-
-
 def question(truth: Any) -> Task:
     return Task("p", ({"role": "user", "content": "?"},), "search_r1", {"ground_truth": truth})
 
@@ -195,20 +177,6 @@ async def test_an_answer_counts_without_case_articles_and_punctuation(truth: Any
     assert result.messages[0]["content"] == "<information> give <search> or <answer> </information>"
     result = await environment.step(f"<answer>{answer}</answer>")
     assert (result.reward, result.done) == (wanted, True)
-
-
-async def test_demonstrations_that_are_right_earn_the_reward_with_what_the_corpus_tells() -> None:
-    rows = synthetic_data("search_r1").rows(30, 0)
-    shown = search_r1.demonstrations(30, 1.0, np.random.default_rng(0))
-    truths = {row["prompt"][0]["content"]: row["reward_spec"]["ground_truth"] for row in rows}
-    for messages in shown:
-        answer = normal(messages[-1]["content"].removeprefix("<answer>").removesuffix("</answer>"))
-        assert answer in messages[-2]["content"].split()
-        environment = SearchR1()
-        await environment.reset(question(truths.get(messages[0]["content"], answer)), 0)
-        for said, told in zip(messages[1:-1:2], messages[2::2], strict=True):
-            assert (await environment.step(said["content"])).messages[0]["content"] == told["content"]
-        assert (await environment.step(messages[-1]["content"])).reward == 1.0
 
 
 def test_the_made_vocabulary_covers_rows_demonstrations_and_the_corpus() -> None:
