@@ -17,7 +17,7 @@ SLOW = [
     "agents/test_commands",
     "buffer/test_curriculum",
     "cli/test_cli",
-    "cli/test_eval_refused",
+    "evaluation/test_eval_refused",
     "cli/test_phases",
     "cli/test_stopped_early",
     "config/test_sized_recipes",

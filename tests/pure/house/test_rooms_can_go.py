@@ -79,7 +79,7 @@ OWN_TESTS = {
     "plan": ["pure/plan"],
     "store": ["pure/store"],
     "scorers": ["pure/scorers"],
-    "evaluation": [],
+    "evaluation": ["pure/evaluation"],
 }
 """Room -> folders of its tests; beside them go the files elsewhere that import it."""
 NEIGHBOURS = ["pure/cli", "pure/config", "pure/metrics", "pure/runfolder", "pure/rollout/test_player.py"]
