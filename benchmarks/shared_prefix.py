@@ -6,10 +6,9 @@ Both layouts train the same rows with the same learner. Baton's own code distrib
 the same token budget. Every measurement runs in a separate process, layouts alternate, and medians are compared. Time
 is CPU time of the process; memory is the peak beyond the memory of the loaded learner.
 
-For an H100 the times are estimated. A step of the packed learner under fake tensors with rows of two lengths
-(`service.learn.estimate`) gives the seconds per token and per pair of query and key; these are multiplied by the
-numbers of computed tokens and pairs. The estimate omits launch gaps, the copies of gathered keys, and the lower speed
-of kernels on short queries.
+For an H100 the times are estimated: the FLOPs of a token and of a pair of query and key, at the rates of an H100. The
+estimate omits elementwise operations, launch gaps, the copies of gathered keys, and the lower speed of kernels on short
+queries.
 """
 
 from __future__ import annotations
@@ -23,17 +22,22 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.estimates import BUDGET, configured, model_folder
+from benchmarks.gpu.expected import ATTENTION, PRODUCTS
 from benchmarks.learn import VOCABULARY, compare, lengths, made_row, measure, micro_batch_of, mini_batch_of
+from benchmarks.shapes import model_folder
+from service.config.learn import TrainerConfig
+from service.config.tree import Config
 from service.handoff.batches.pack import place, place_sharing, prefix_order
 from service.learn.device_batch import unsampled_micro_batch
-from service.learn.estimate.step import estimate_step
+from service.plan.memory import FitSettings, Size
 from service.types import MiniBatch, SupervisedRow
 
 PROMPT, SAMPLES = 1500, 8
 TURNS, THINKING, ANSWER, OBSERVATION = 8, 100, 100, 300
 LAYOUTS = ("packed", "shared_prefix")
 ESTIMATED = "Qwen3-4B"
+BUDGET = 16384
+"""Tokens of a micro-batch."""
 
 Rows = list[tuple[int, SupervisedRow]]
 """Each row with its trajectory."""
@@ -102,13 +106,10 @@ def counted(batch: MiniBatch, shares: bool) -> tuple[int, int]:
 
 
 def rates_on_an_h100(parent: Path) -> tuple[float, float]:
-    """Seconds per token, and per pair of query and key, in a packed step of the estimated model."""
-    of_length = {}
-    for row_tokens in (2048, BUDGET):
-        step = estimate_step(configured(1, row_tokens).learn, model_folder(ESTIMATED, parent), row_tokens)
-        of_length[row_tokens] = sum(step.seconds.values()) / BUDGET
-    of_pair = (of_length[BUDGET] - of_length[2048]) / (BUDGET / 2 - 2048 / 2)
-    return of_length[2048] - of_pair * 1024, of_pair
+    """Seconds per token, and per pair of query and key, in a step of the estimated model."""
+    learn = FitSettings.of(Config(trainer=TrainerConfig(max_tokens_per_micro_batch=BUDGET))).learn
+    size = Size.of(model_folder(ESTIMATED, parent), learn)
+    return 6 * size.active / PRODUCTS, 12 * size.layers * size.query_width / ATTENTION["FA4"][1]
 
 
 def main() -> int:

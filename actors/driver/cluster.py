@@ -63,8 +63,6 @@ class Cluster:
     scorers: Mapping[str, Any] = field(default_factory=dict)
     starting: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     """Waits until further actors are ready, each with the actors' name in messages."""
-    shares_cores: bool = False
-    """Whether engines and ranks compute on the CPU cores of the same machine."""
 
     @property
     def named(self) -> dict[str, Any]:
@@ -127,8 +125,8 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunS
 
     engines = range(config.generator.min_engines)
     generators = tuple(generator(n, room, engine_index(config, n), max_restarts=-1) for n in engines)
-    trainer, shares_cores = place_trainer(config, gpus, room, HUB), not gpus and len(nodes()) == 1
-    return Cluster(hub, buffer, generators, trainer, place, scorers, starting, shares_cores)
+    trainer = place_trainer(config, gpus, room, HUB)
+    return Cluster(hub, buffer, generators, trainer, place, scorers, starting)
 
 
 def _refuse_unfit_nodes(config: Config, has_gpu: bool) -> None:

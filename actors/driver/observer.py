@@ -38,7 +38,7 @@ class RunObserver:
         """Store the parts. `uploads`: the uploads to the object store, or None; `lost`: returns the names of the
         processes that are lost now."""
         self._config, self._folder, self._say, self._lost = config, folder, say, lost
-        self.telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads, cluster.shares_cores)
+        self.telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads)
         resumes, seconds = bool(config.trainer.checkpoint_every), self.telemetry.seconds_by_state
         self.progress = Progress(config.run.max_steps, tuple(config.roles), resumes, folder, say, seconds)
         samples = config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt

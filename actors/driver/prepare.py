@@ -6,10 +6,9 @@ from pathlib import Path
 
 from service.config import Config
 from service.config.checks import check_bytes
-from service.learn.estimate.fit import refuse_too_large
-from service.learn.estimate.kv_cache import check_engine
 from service.learn.model.router_replay import routing_of_model
-from service.learn.settings import FitSettings
+from service.plan.kv_cache import check_engine
+from service.plan.memory import FitSettings, refuse_too_large
 from service.rollout.chat.chat import Chat
 from service.rollout.check_inputs import check_environments
 from service.rollout.prompts.dataset import load_tasks

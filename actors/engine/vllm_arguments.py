@@ -14,9 +14,9 @@ from actors.weights.cuda_ipc import IPC_BACKEND
 from service.config import Config, LoraConfig, ModelConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import UserError
-from service.learn.estimate.kv_cache import BLOCK_TOKENS, request_bytes
 from service.learn.model.hf_config import read_config
 from service.model_folder import EXPERTS, model_config, text_part
+from service.plan.kv_cache import BLOCK_TOKENS, request_bytes
 
 OWNER_PID = "BATON_OWNER_PID"
 """Environment variable with the id of the process whose death ends the engine's child processes."""

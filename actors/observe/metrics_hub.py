@@ -22,7 +22,6 @@ from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
 from service.observe.hub import Hub
-from service.plan.live_binding import Window
 from service.run.folder import ADDRESS, TIMELINE, read_address, write_address
 from service.run.metrics_port import listening_socket
 from service.run.timeline import TimelineFiles
@@ -51,7 +50,7 @@ class MetricsHub(Supervised):
         keep_log("metrics-hub")
         self._metrics = Config.model_validate_json(config_json).metrics
         self._folder = None if run_folder is None else Path(run_folder)
-        self._hub = Hub(SystemClock(), Window())
+        self._hub = Hub(SystemClock())
         self._timeline = None if self._folder is None else TimelineFiles(self._folder / TIMELINE)
         self._runner: web.AppRunner | None = None
         self._url = ""

@@ -33,14 +33,12 @@ SLOW_SYNC_SECONDS = 0.02
 class RunTelemetry(Reporter):
     """The driver's reporter: sends the state and the optimizer steps of the run to the metrics hub."""
 
-    def __init__(
-        self, config: Config, hub: Any, folder: str, uploads: Uploads | None = None, shares_cores: bool = False
-    ) -> None:
+    def __init__(self, config: Config, hub: Any, folder: str, uploads: Uploads | None = None) -> None:
         super().__init__("driver", "driver", config, hub, self._measure_now)
         self._uploads = uploads
         self._states = States(self.trace, "trainer", "starting")
         sections = config.run, config.generator, config.trainer, config.buffer
-        self._shown = run_report(*sections, folder, time.time()) | {"shares_cores": shares_cores}
+        self._shown = run_report(*sections, folder, time.time())
         measure_run(self.metrics, AlertThresholds.of(config), self._shown["name"], installed_version())
 
     def doing(self, state: str, **detail: Any) -> None:

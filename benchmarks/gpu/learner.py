@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.estimates import SHAPES
-from benchmarks.gpu.expected import Step
+from benchmarks.gpu.expected import UTILISATION, Step
 from benchmarks.gpu.figures import Range, line
 from benchmarks.gpu.parts import FOLDER, Give
 from benchmarks.gpu.steps import MICRO_BATCHES, ROW_TOKENS, TOKENS, shape_on, trained
 from benchmarks.gpu.trace import gaps, kernels, recorded
+from benchmarks.shapes import SHAPES
 from service.learn.model.attention import use_fastest_attention
 
-MEMORY = Range(0.93, 1.07)
-"""Expected ratio of the peak of reserved memory to its estimate."""
+MEMORY = Range(0.6, 1.1)
+"""Expected ratio of the peak of reserved memory to the arithmetic of `baton plan`; compiled layers take less."""
 LONGEST = 10
 
 
@@ -35,7 +35,7 @@ def measure(device: str, give: Give) -> None:
         with trained(there, shape) as steps:
             used = counted.utilisation(steps.seconds)
             note = f"{steps.note}, {use_fastest_attention(there)}"
-            give(line(f"{name}: utilisation", used, "of peak", counted.utilisations(), note))
+            give(line(f"{name}: utilisation", used, "of peak", UTILISATION[name], note))
             give(line(f"{name}: step", 1e3 * steps.seconds, "ms"))
             give(line(f"{name}: tokens", MICRO_BATCHES * TOKENS[device] / steps.seconds, "tokens/s"))
             give(line(f"{name}: first step", steps.first_seconds, "s"))

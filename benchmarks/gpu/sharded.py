@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks.estimates import SHAPES
-from benchmarks.gpu.expected import Step, sharded_over_unsharded
+from benchmarks.gpu.expected import UTILISATION, Step, sharded_over_unsharded
 from benchmarks.gpu.figures import Range, line
 from benchmarks.gpu.parts import Give
 from benchmarks.gpu.steps import ROW_TOKENS, TOKENS, shape_on, trained
+from benchmarks.shapes import SHAPES
 
 MEASURED: tuple[tuple[str, int | None], ...] = (("Qwen3-1.7B", None), ("Qwen3-8B", 8))
 """Models, each with its number of layers; None: all layers."""
@@ -30,7 +30,7 @@ def measure(device: str, give: Give) -> None:
             counted = Step.of(shape, Path(parent), ROW_TOKENS[device], TOKENS[device])
         with trained(there, shape) as steps:
             plain, same = steps.seconds, steps.checkpointing
-            used, limits = counted.utilisation(plain), counted.utilisations()
+            used, limits = counted.utilisation(plain), UTILISATION["Qwen3-1.7B"]
             give(line(f"{name}: utilisation", used, "of peak", limits, steps.note))
         counters.clear()
         with trained(there, shape, same, shard_one_rank=True, reshard_after_forward=True) as steps:

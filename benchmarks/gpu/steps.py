@@ -11,26 +11,26 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.estimates import SHAPES
+from benchmarks.shapes import SHAPES
 from service.config.learn import TrainerConfig
 from service.config.rollout import GeneratorConfig
 from service.config.tree import Config
-from service.learn.estimate import step as estimate
-from service.learn.estimate.fit import GPU_BYTES, fit
+from service.learn.device_batch import unsampled_micro_batch
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
 from service.learn.model.policy_model import Checkpointing
-from service.learn.settings import FitSettings
-from service.types import MiniBatch
+from service.plan.memory import GPUS, FitSettings, fit
+from service.types import MiniBatch, SupervisedRow
 
-MICRO_BATCHES = estimate.MICRO_BATCHES
+MICRO_BATCHES = 2
 ROW_TOKENS = {"cuda": 2048, "cpu": 16}
 TOKENS = {"cuda": 16384, "cpu": 64}
 """Tokens of a micro-batch."""
@@ -109,17 +109,17 @@ def trained(
     try:
         with tempfile.TemporaryDirectory() as parent:
             folder, on_gpu = shape_folder(shape, Path(parent)), device.type == "cuda"
-            gpu_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else GPU_BYTES["H100"]
+            gpu_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else GPUS["h100"].memory
             estimated = 0.0
             if checkpointing is None:
                 found = fit(settings, folder, float(gpu_bytes))
-                checkpointing, estimated = found.checkpointing, float(found.step.peak_bytes)
-            if learn.trainer.sharded:  # after the estimate, which makes its own process group
+                checkpointing, estimated = found.checkpointing, found.rank_bytes
+            if learn.trainer.sharded:
                 store = dist.HashStore()
                 dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
             policy = Policy(learn, folder, device, 0, 1, random_weights=True, checkpointing=checkpointing)
             learner = Learner(learn, folder, device, 0, 1, policy)
-        batch = estimate.full_mini_batch(learn.trainer, shape["vocab_size"], ROW_TOKENS[device.type])
+        batch = full_mini_batch(learn.trainer, shape["vocab_size"], ROW_TOKENS[device.type])
         seconds = [step_seconds(learner, batch) for _ in range(2)]
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -137,6 +137,30 @@ def trained(
         gc.collect()  # a learner and its compiled layers refer to each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def full_mini_batch(trainer: TrainerConfig, vocab_size: int, row_tokens: int) -> MiniBatch:
+    """A mini-batch whose micro-batches are as long as the token budget allows, with one trajectory per row."""
+    rows, parts = max(1, trainer.tokens_of_micro_batch // row_tokens), trainer.batch_parts
+    trajectories = np.arange(rows * MICRO_BATCHES, dtype=np.int32)
+    carries_loss = np.arange(row_tokens) >= row_tokens - row_tokens // 2
+    token_ids_RT = np.arange(rows * row_tokens, dtype=np.int32).reshape(rows, row_tokens) % vocab_size
+    # the rows begin differently, or a layout would share them
+    micro = unsampled_micro_batch([SupervisedRow(token_ids_T, carries_loss) for token_ids_T in token_ids_RT])
+    micro = replace(micro, staleness_N=np.zeros_like(micro.staleness_N))
+    micros = tuple(replace(micro, trajectory_of_row_R=mine) for mine in np.split(trajectories, MICRO_BATCHES))
+    n_loss_tokens = parts * int(carries_loss.sum())
+    return MiniBatch(
+        lease=0,
+        groups=(0,),
+        advantage_G=np.where(trajectories % 2, 1.0, -1.0).astype(np.float32),
+        return_G=np.zeros(len(trajectories)),
+        loss_tokens_G=np.full(len(trajectories), n_loss_tokens, np.int64),
+        rows_G=np.full(len(trajectories), parts, np.int32),
+        prompt_of_trajectory_G=np.zeros(len(trajectories), np.int32),
+        ranks=(micros,) * parts,
+        metrics={},
+    )
 
 
 def step_seconds(learner: Learner, batch: MiniBatch) -> float:

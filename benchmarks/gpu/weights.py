@@ -12,16 +12,15 @@ from pathlib import Path
 import torch
 
 from actors.weights.part_buffers import PartBuffers
-from benchmarks.estimates import SHAPES
 from benchmarks.gpu.figures import Range, line, not_run
 from benchmarks.gpu.parts import Give
 from benchmarks.gpu.steps import ROW_TOKENS, TOKENS, configured, shape_folder, shape_on
 from benchmarks.gpu.timing import seconds_of
-from service.learn.estimate.gpus import H100
+from benchmarks.shapes import SHAPES
 from service.learn.model.policy import Policy
 
 BYTES = {"cuda": 2 << 30, "cpu": 1 << 16}
-PINNED = Range(0.7 * H100.host_link / 1e9, H100.host_link / 1e9)
+PINNED = Range(0.7 * 64.0, 64.0)
 """GB/s of copies from and to registered memory: the link's rate in the data sheet, less the cost of its protocol."""
 PAGEABLE = Range(2.0, 12.0)
 """GB/s of copies through CUDA's small buffer, which one core fills; 3.5 GB/s was measured in an engine."""

@@ -81,7 +81,7 @@ OVERVIEW = dashboard(
     ),
     graph(
         "What binds",
-        "Fraction of the last ten minutes for which one side waited for the other, by bottleneck.",
+        "Fraction of the last ten minutes of optimizer steps that each part took; waits are divided.",
         Query(chosen("baton_binding_ratio"), "{{part}}"),
         unit="percentunit",
     ),

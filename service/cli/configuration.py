@@ -54,11 +54,11 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Check a configuration and the files that it names; prints a note for a missing file, which another machine may
     have."""
     from service.config.command_line import checked_config
-    from service.config.paths import elsewhere
+    from service.config.paths import check_paths
 
     config, source = checked_config(arguments, overrides)
     with source.named_in_errors():
-        missing = elsewhere(config)
+        missing = check_paths(config, here=False)
         from service.config.core_settings import estimator_name
         from service.rollout.check_inputs import check_inputs
         from service.rollout.environments.registry import SyntheticFunction
@@ -95,10 +95,9 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _estimates(config: Config) -> list[str]:
-    """Lines with the GPU, the weights' type, and an estimate of the GPU memory that the configuration needs.
+    """Lines with the GPU, the weights' type, and the GPU memory that the configuration needs.
 
-    Empty if the model is not on this machine, or is a mixture of experts in float32. For other models in float32
-    without a known GPU, as in recipes for CPUs, nothing is estimated, because that would take half a minute.
+    Empty if the model is not on this machine.
 
     Raises:
         UserError: the model is too large for GPUs whose memory is known or for the bounds of the buffer, or no engine
@@ -109,28 +108,25 @@ def _estimates(config: Config) -> list[str]:
 
     if config.model.path is None or not is_model_folder(config.model.path):
         return []
-    from service.learn.estimate.fit import GPU_BYTES, NO_GPU, fit, is_estimable, known_gpu, refuse_too_large
-    from service.learn.estimate.kv_cache import check_engine
     from service.learn.model.hf_config import read_config
     from service.learn.model.router_replay import routing_of_model
-    from service.learn.settings import FitSettings
+    from service.plan.kv_cache import check_engine
+    from service.plan.memory import GPUS, FitSettings, fit, known_gpu, refuse_too_large
 
     model = read_config(config.model.path)
     check_engine(model, config.generator, config.model.dtype)
     check_bytes(config, routing_of_model(model, config.generator.record_experts).token_bytes)
-    settings = FitSettings.of(config)
-    if not is_estimable(settings, config.model.path):
-        return []
-    known = known_gpu(config.trainer)
+    settings, known = FitSettings.of(config), known_gpu(config.trainer)
     if known is None and config.model.dtype == "float32":
-        return [f"estimate: none for a CPU; with trainer.accelerator={NO_GPU}, the memory of that GPU"]
-    gpu, _ = known or (f"{NO_GPU}, because neither trainer.accelerator nor this machine has one", 0)
-    found = refuse_too_large(settings, config.model.path) or fit(settings, config.model.path, GPU_BYTES[NO_GPU])
-    problem = found.problem()
+        return ["memory: not computed for a CPU; with trainer.accelerator=H100, the memory of that GPU"]
+    refuse_too_large(settings, config.model.path)
+    named = "H100, because neither trainer.accelerator nor this machine has one", GPUS["h100"].memory
+    gpu, gpu_bytes = known or named
+    found = fit(settings, config.model.path, gpu_bytes)
     return [
-        f"estimate: for {found.gpu_bytes / 1e9:.0f} GB of GPU memory ({gpu}) and {config.model.dtype}; not for a CPU",
-        *found.lines(),
-        *([f"note: on such a GPU it does not fit: {problem}"] if problem else []),
+        f"memory: for {gpu_bytes / 1e9:.0f} GB of GPU memory ({gpu}) and {config.model.dtype}; not for a CPU",
+        *(f"memory: {line}" for line in found.lines()),
+        *([f"note: on such a GPU it does not fit: {problem}"] if (problem := found.problem()) else []),
     ]
 
 

@@ -33,7 +33,7 @@ examples:
   baton sft model.path=MODEL data.train=mine.jsonl       # supervised training, before RL
   baton eval runs/quickstart data.eval_make_rows=200     # evaluates a run, a checkpoint or a model
   baton config validate --config mine.yaml               # reports mistakes, starts nothing
-  baton plan --config mine.yaml --gpu h100 --gpus 8      # whether it fits, how fast it would be, what would bind
+  baton plan --config mine.yaml --gpu h100 --gpus 8      # whether it fits, and how long a step may take
   baton config show --config mine.yaml buffer.lookahead=0
   baton config schema > config.schema.json               # for completion in an editor
   baton status runs/quickstart                           # what a run is doing now
@@ -71,7 +71,7 @@ COMMANDS = (
     Command("status", "what a run is doing now, or how it ended", "service.cli.status"),
     Command("logs", "what the parts of a run print", "service.cli.logs"),
     # Optional commands: if the line and the folder of one are removed, everything else works.
-    Command("plan", "whether a configuration fits, how fast it is, what binds", "service.plan.command", True),
+    Command("plan", "whether a configuration fits, and how long a step may take", "service.plan.command", True),
     Command("trace", "write a run's timeline: who did what when", "service.trace.trace_command"),
     Command("trajectories", "show what the policy wrote in a run", "service.trace.trajectories_command"),
     Command("agent-try", "try an agent: what it calls, and what would be trained", "service.cli.agent_try", True),

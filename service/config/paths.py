@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import stat
@@ -29,26 +28,19 @@ class _Problem(NamedTuple):
     """Whether this machine lacks a file, a program or a module that another machine may have."""
 
 
-def check_paths(config: Config) -> None:
+def check_paths(config: Config, here: bool = True) -> list[str]:
     """Check that the files, folders, programs and modules that the configuration names exist, that files and folders
     are of the right kind, and that the packages which its settings need are installed.
+
+    `here`: whether the configuration is to run on this machine. If not, the result has a line for each file, folder,
+    program or module that this machine lacks, and another machine may have.
 
     Raises:
         UserError: one of them is missing or of the wrong kind, or the model in `model.path` cannot be trained.
     """
-    _refuse(_problems(config))
-
-
-def elsewhere(config: Config) -> list[str]:
-    """One line for each file, folder, program or module of the configuration that this machine lacks, and another
-    machine may have.
-
-    Raises:
-        UserError: a file or folder that exists is of the wrong kind or damaged, or a package that a setting needs is
-            not installed.
-    """
     problems = list(_problems(config))
-    _refuse(problem for problem in problems if not problem.is_missing)
+    if lines := [problem.line for problem in problems if here or not problem.is_missing]:
+        raise UserError("\n".join(lines))
     return [problem.line for problem in problems]
 
 
@@ -83,11 +75,6 @@ def _with_paths(value: Any, change: Callable[[Path], Path]) -> Any:
     if not isinstance(value, Section):
         return value
     return value.model_copy(update={name: _with_paths(inner, change) for name, inner in value})
-
-
-def _refuse(problems: Iterable[_Problem]) -> None:
-    if lines := [problem.line for problem in problems]:
-        raise UserError("\n".join(lines))
 
 
 def _problems(config: Config) -> Iterator[_Problem]:
@@ -135,7 +122,7 @@ def _marks(annotation: Any) -> Iterator[Any]:
 def _path_problems(setting: str, named: Named, path: Path) -> Iterator[_Problem]:
     kind = _kind(setting, path)
     if kind != named.kind:
-        what = f"is a {kind}" if kind else f"does not exist{near(path) or _on_hub(named, path)}"
+        what = f"is a {kind}" if kind else f"does not exist{_on_hub(named, path)}"
         yield _Problem(f"{setting}: the {named.what} {path} {what}; {named.hint}", kind is None)
     elif named.holds_model and not is_model_folder(path):
         yield _Problem(f"{setting}: the {named.what} {path} has no config.json; {named.hint}")
@@ -162,14 +149,6 @@ def _module_problems(config: Config) -> Iterator[_Problem]:
             yield _Problem(f"{setting}: {wrong}; install it, or start in its folder")
 
 
-def near(path: Path) -> str:
-    """A hint in brackets for a missing path: the path in the same folder with the most similar name; empty if no name
-    is similar."""
-    names = [entry.name for entry in path.parent.glob("[!.]*")] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f" (there is {path.parent / near[0]})" if near else ""
-
-
 def _on_hub(named: Named, path: Path) -> str:
     """In brackets, the address on a hub that a missing path seems to mean, without its prefix; otherwise empty."""
     found = ADDRESS.fullmatch(f"{HUB}{path}")
@@ -190,7 +169,7 @@ def check_output(file: Path, option: str = "--output") -> None:
     if file.is_dir():
         raise UserError(f"{option} {file}: is a folder; give a file")
     if not file.parent.is_dir():
-        raise UserError(f"{option} {file}: there is no folder {file.parent}{near(file.parent)}; make it first")
+        raise UserError(f"{option} {file}: there is no folder {file.parent}; make it first")
     if not os.access(file if is_written_through(file) else file.parent, os.W_OK):
         raise UserError(f"{option} {file}: cannot be written; give a file that can")
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import yaml
 
-from service.config.paths import near
 from service.errors import ConfigError, UserError
 
 SHOWN = 120
@@ -126,8 +125,7 @@ def _read_text(file: Path) -> str:
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: not a text file in UTF-8") from None
     except OSError as error:
-        hint = near(file) if isinstance(error, FileNotFoundError) else ""
-        raise ConfigError(f"{file}: cannot read the configuration file: {error.strerror}{hint}") from None
+        raise ConfigError(f"{file}: cannot read the configuration file: {error.strerror}") from None
 
 
 def _parsed(text: str, name: str, path: KeyPath = ()) -> tuple[Any, dict[KeyPath, str]]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -28,27 +26,6 @@ MOST_COMPILE_THREADS = 32
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_call_as_on_gpu: ContextVar[Callable[..., Any] | None] = ContextVar("_call_as_on_gpu", default=None)
-
-
-@contextmanager
-def as_on_gpu(call_compiled: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, CPU tensors take the code paths of CUDA tensors. Estimates need this, because their tensors are
-    fake CPU tensors.
-
-    `call_compiled(function, *arguments)` is called in place of each function that a GPU would run compiled.
-    """
-    token = _call_as_on_gpu.set(call_compiled)
-    try:
-        yield
-    finally:
-        _call_as_on_gpu.reset(token)
-
-
-def on_gpu(device: torch.device) -> bool:
-    """True if tensors of this device are on a GPU, or stand for tensors on a GPU in an estimate."""
-    return device.type == "cuda" or _call_as_on_gpu.get() is not None
-
 
 def compiled_on_gpu(function: Function) -> Function:
     """Decorator: compile the function for CUDA tensors, which saves passes over memory; run it uncompiled for CPU
@@ -63,8 +40,6 @@ def compiled_on_gpu(function: Function) -> Function:
 
     @wraps(function)
     def choose(first: Tensor, *others: Any) -> Any:
-        if call := _call_as_on_gpu.get():
-            return call(function, first, *others)
         use_compiled = first.is_cuda and compiler_works(first.device)
         return compiled()(first, *others) if use_compiled else function(first, *others)
 

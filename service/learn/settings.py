@@ -1,11 +1,10 @@
-"""The settings with which the policy is trained, and the settings from which the memory of training is estimated."""
+"""The settings with which the policy is trained."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from service.config.learn import AlgorithmConfig, TrainerConfig
-from service.config.rollout import GeneratorConfig
 from service.config.tree import Config, ModelConfig
 
 
@@ -36,18 +35,3 @@ class LearnSettings:
             max_steps=config.run.max_steps,
             seed=config.run.seed,
         )
-
-
-@dataclass(frozen=True)
-class FitSettings:
-    """The settings that determine how much memory a trainer rank and an engine need on their GPUs."""
-
-    learn: LearnSettings
-    generator: GeneratorConfig
-    shares_gpus: bool
-    """Whether each rank shares its GPU with an engine (`weights.transport: ipc`)."""
-
-    @classmethod
-    def of(cls, config: Config) -> FitSettings:
-        """Take from a run's configuration the settings that determine the memory."""
-        return cls(LearnSettings.of(config), config.generator, config.weights.transport == "ipc")

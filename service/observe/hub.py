@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from service.clock import Clock
-from service.observe.metrics_table import BY_NAME, TABLE
+from service.observe.bound_by import Window
+from service.observe.metrics_table import TABLE
+from service.observe.pushed import Pushed, families
 from service.observe.status import PARTS, Status, status_document
-
-SILENT_SECONDS = 10.0
-"""An actor that has pushed nothing for this long counts as down; the hub no longer serves its gauges."""
 
 RATE_REPORTS = 10
 """Number of the buffer's reports, one a second, over which the hub computes tokens per second."""
@@ -32,73 +30,18 @@ HISTORY_KEYS = (
     "timing/wait_for_generation_buffer",
 )
 
-MAX_SNAPSHOT_BYTES = 4 << 20
-
 MAX_SOURCES = 4096
 """Maximum number of actors that the hub keeps, so that a sender of made-up names cannot fill its memory."""
 
 _SOURCE = re.compile(r"[\w.-]{1,64}(/[\w.-]{1,64})?", re.ASCII)
 
-_HEADER = re.compile(rb"^# HELP (\w+) .*\n# TYPE \w+ \w+\n", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Pushed:
-    """The newest push of one actor: the time of the push, and its Prometheus lines, by metric family."""
-
-    role: str
-    ident: str
-    at: float
-    samples: dict[str, bytes]
-
-    def age(self, now: float) -> float:
-        """Seconds since the actor pushed these metrics."""
-        return now - self.at
-
-    def is_up(self, now: float) -> bool:
-        """Whether the actor pushed these metrics at most `SILENT_SECONDS` ago."""
-        return self.age(now) <= SILENT_SECONDS
-
-    def by_label(self, name: str, label: str, of_each: Literal["", "_sum", "_count"] = "") -> dict[str, float]:
-        """The values of a metric family by the label `label`, summed over the family's other labels; `of_each` selects
-        the sums or the counts of a histogram."""
-        found: dict[str, float] = {}
-        for line in self.samples.get(name, b"").decode().splitlines():
-            of = re.search(rf'[{{,]{label}="([^"]*)"', line)
-            if of is not None and line.startswith(f"{name}{of_each}{{"):
-                found[of[1]] = found.get(of[1], 0.0) + float(line.split()[-1])
-        return found
-
-    def total(self, name: str) -> float:
-        """The sum of all series of a metric family; 0 if the actor has no series of the family."""
-        return sum(self.by_label(name, "role").values())
-
-    def sample(self, name: str, value: float) -> bytes:
-        """The Prometheus line of a metric about this actor, with the value `value`."""
-        return f'{name}{{ident="{self.ident}",role="{self.role}"}} {value!r}\n'.encode()
-
-
-class Bottleneck(Protocol):
-    """Finds the bottleneck of the run from pushed metrics. `run`: the driver's newest report about the run."""
-
-    def sample(self, now: float, actors: Iterable[Pushed]) -> None:
-        """Read the actors' metrics; called with each report of the buffer, about once a second."""
-
-    def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
-        """The name of the bottleneck of the last minutes, and the fraction of time for which generation or training
-        waited for it; None while there is too little data."""
-
-    def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The current bottleneck, as the status document has it under `binding`; None while there is too little
-        data."""
-
 
 class Hub:
     """Keeps the last snapshot of every actor and the last report of every part of the run."""
 
-    def __init__(self, clock: Clock, bottleneck: Bottleneck | None = None) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._bottleneck = bottleneck
+        self._window = Window()
         self._sources: dict[str, Pushed] = {}
         self._parts: dict[str, dict[str, Any]] = {}
         self._accepted: deque[tuple[float, float]] = deque(maxlen=RATE_REPORTS)
@@ -119,7 +62,7 @@ class Hub:
             raise ValueError(f"{MAX_SOURCES} names are known already; {source} is one too many")
         role, _, ident = source.partition("/")
         now = self._clock.monotonic()
-        pushed = self._sources[source] = Pushed(role, ident or role, now, _families(snapshot))
+        pushed = self._sources[source] = Pushed(role, ident or role, now, families(snapshot))
         if calls := pushed.by_label("baton_agent_calls_total", "dialect"):
             self._calls.setdefault(source, deque(maxlen=RATE_REPORTS)).append((now, sum(calls.values())))
 
@@ -137,8 +80,7 @@ class Hub:
         if part == "buffer" and "accepted_tokens" in report:
             self._accepted.append((self._clock.monotonic(), report["accepted_tokens"]))
             self._parts[part]["tokens_per_second"] = _rate(self._accepted)
-            if self._bottleneck is not None:
-                self._bottleneck.sample(self._clock.monotonic(), self._sources.values())
+            self._window.sample(self._clock.monotonic(), self._sources.values())
         if part == "step" and "trainer/global_step" in report:
             while self._steps and self._steps[-1]["trainer/global_step"] >= report["trainer/global_step"]:
                 self._steps.pop()  # a trainer that went back to a checkpoint repeats these steps
@@ -166,11 +108,11 @@ class Hub:
             elif metric.name == "baton_actor_age_seconds":
                 lines = [actor.sample(metric.name, actor.age(now)) for actor in actors]
             elif metric.name == "baton_binding_ratio":
-                found = None if self._bottleneck is None else self._bottleneck.waits(self._parts.get("run", {}))
-                lines = []
-                if found is not None:
-                    part, waits = found
-                    lines = [f'{metric.name}{{ident="metrics-hub",part="{part}",role="hub"}} {waits!r}\n'.encode()]
+                found = self._window.whole()
+                lines = [
+                    f'{metric.name}{{ident="metrics-hub",part="{part}",role="hub"}} {share!r}\n'.encode()
+                    for part, share in (() if found is None else found.shares.items())
+                ]
             else:
                 served = [actor for actor in actors if metric.kind != "gauge" or actor.is_up(now)]
                 lines = [actor.samples[metric.name] for actor in served if metric.name in actor.samples]
@@ -193,8 +135,8 @@ class Hub:
             }
             for _, pushed in sorted(self._sources.items())
         ]
-        found = None if self._bottleneck is None else self._bottleneck.report(self._parts.get("run", {}))
-        more = {"agents": self._agents(now), "binding": found}
+        found = self._window.now()
+        more = {"agents": self._agents(now), "binding": None if found is None else found.report()}
         return status_document(self._parts, actors, self._clock.wall()) | more
 
     def history(self, after: int) -> dict[str, Any]:
@@ -218,18 +160,6 @@ def _rate(totals: Sequence[tuple[float, float]]) -> float:
         return 0.0
     (start, before), (now, after) = totals[0], totals[-1]
     return max(0.0, after - before) / (now - start)
-
-
-def _families(snapshot: bytes) -> dict[str, bytes]:
-    """The lines of samples of each metric family, by name; raises a ValueError for a family not in the table."""
-    if len(snapshot) > MAX_SNAPSHOT_BYTES:
-        raise ValueError(f"a snapshot of {len(snapshot)} bytes")
-    headers = list(_HEADER.finditer(snapshot))
-    ends = [header.start() for header in headers[1:]] + [len(snapshot)] * bool(headers)
-    families = {header[1].decode(): snapshot[header.end() : end] for header, end in zip(headers, ends, strict=True)}
-    if unknown := families.keys() - BY_NAME.keys():
-        raise ValueError(f"not in the table of metrics: {sorted(unknown)}")
-    return families
 
 
 def _finite(value: Any) -> Any:

@@ -294,7 +294,7 @@ SERVICE = (
     gauge("baton_run_state", "1 for the run's current state.", ("state",)),
     gauge(
         "baton_binding_ratio",
-        "Fraction of ten minutes for which one side waited for the other, by the part that binds; 0 in balance.",
+        "Fraction of the last ten minutes of optimizer steps that each part took; waits are divided.",
         ("part",),
     ),
     gauge("baton_actor_host_info", "1, with the address of the actor's host in the cluster.", labels=("host",)),

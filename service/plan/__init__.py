@@ -1,8 +1,7 @@
-"""Estimates the memory, the speed, the waiting times and the bottleneck of a run from its configuration.
+"""Arithmetic about a configuration before it runs: whether it fits into memory, and how long a step may take.
 
-    configuration, model's config.json -> memory and operations (service.learn.estimate) --+
-    lengths and times, of a run or assumed -> `work` --------------------------------------+-> `forecast` -> `page`
-    a GPU's rates, or this machine's -> `machine` -----------------------------------------+
-
-`binding` decides from the predicted or measured seconds of each part which side of a run waits for the other side.
+`memory.py`    bytes of a rank's and of an engine's GPU, by part; refuses a configuration that does not fit
+`kv_cache.py`  bytes of an engine's KV cache
+`splits.py`    the seconds of a step for each split of the GPUs into engines and ranks, as a range
+`command.py`   `baton plan`
 """

@@ -1,88 +1,132 @@
-"""The command `baton plan`: shows whether a configuration fits into memory, its speed, its bottleneck, and the best
-split of the GPUs."""
+"""The command `baton plan`: whether a configuration fits, and how long a step may take with each split of the GPUs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from service.config import EnvConfig, ModelConfig
 from service.config.checks import check_bytes
 from service.config.command_line import checked_config
+from service.config.paths import is_on_hub
+from service.config.section import MODEL_FOLDER
 from service.errors import UserError
-from service.learn.estimate.gpus import DATA_SHEETS
-from service.model_folder import TOKENIZER, check_description
-from service.plan.machine.device import MEASURED, profile
-from service.plan.work import OPTIONS, check_bounds
-from service.run.lengths import lengths_of_run
+from service.model_folder import MODEL_CONFIG, check_description, is_model_folder
 from service.run.phases import phase
 
-MAX_GPUS = 1_000_000
-QUIET_SECONDS = 2.0
-"""Seconds after which a line tells the user that the plan is being made."""
+if TYPE_CHECKING:
+    from service.plan.splits import Table
 
 DOES_NOT_FIT = 3
 """Exit code if the configuration does not fit into memory."""
-
-ABOUT = """\
-Say what a configuration takes before anything is rented: memory of a rank and of an engine, tokens a second, seconds a
-step, who waits for whom, what binds, and the best split of the GPUs. Starts nothing; the model's config.json is enough.
-"""
-
+ABOUT = "Say whether a configuration fits, and how long a step may take. Starts nothing; a config.json is enough."
 EXAMPLES = f"""\
 examples:
   baton plan --config configs/gsm8k.yaml --gpu h100 --gpus 8
-  baton plan --config mine.yaml --gpu a100 --gpus 16 --turns 12 --response-tokens 400 --environment-seconds 1.5
-  baton plan --config mine.yaml --gpu h200 --lengths runs/pilot        # lengths, turns and times of a run
-  baton plan --config configs/quickstart.yaml --gpu measured           # this machine, measured in under 30 s
-  baton plan --config mine.yaml --gpu h100 --json
-
-Every figure that nothing says is assumed, and printed with its source.
+  baton plan --config mine.yaml --gpu a100 --gpus 16 --turns 12 --response-tokens 400
 
 exit code: 0 it fits, {DOES_NOT_FIT} it does not fit (the output says by how much, and which setting helps), 2 the input
 is wrong (one line says what).
 """
+LENGTHS = {
+    "turns": "turns of a trajectory (default: half of env.max_turns)",
+    "prompt-tokens": "tokens of the first prompt (default: a quarter of generator.max_input_length)",
+    "response-tokens": "sampled tokens of a turn (default: half of generator.max_generate_length)",
+    "observation-tokens": "tokens between two turns (default: as many as a turn samples)",
+}
+_say = partial(print, file=sys.stderr, flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's own arguments, in addition to configuration files and settings."""
-    names = ", ".join((*DATA_SHEETS, *MEASURED))
-    parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"{names} (default h100)")
+    parser.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (default), h200, h20, a100, l40s or b200")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: as many as are configured)")
-    parser.add_argument("--lengths", metavar="RUN", help="take turns, lengths and the environment's time from a run")
-    for name, option in OPTIONS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=option.metadata["help"])
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    for name, meaning in LENGTHS.items():
+        parser.add_argument(f"--{name}", type=float, metavar="X", help=meaning)
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Predict memory, speed and waiting of a configuration; returns the exit code."""
-    _check_arguments(arguments)
+    """Print the plan of a configuration; returns the exit code."""
     config, source = checked_config(arguments, overrides)
-    say = partial(print, file=sys.stderr, flush=True)
-    with phase("loading PyTorch", say):
+    with phase("loading PyTorch", _say):
         from service.learn.model.hf_config import read_config
         from service.learn.model.router_replay import routing_of_model
-        from service.plan.planning import planned_model, print_plan
-        from service.plan.settings import PlanSettings
+        from service.plan.kv_cache import check_engine
+        from service.plan.memory import GPUS, FitSettings
+        from service.plan.splits import Table, Work
 
-    with source.named_in_errors(), phase("planning", say, after=QUIET_SECONDS):
-        measured = lengths_of_run(arguments.lengths) if arguments.lengths else {}
-        with planned_model(config.model, config.env, config.run.seed, arguments.lengths) as folder:
-            trainer = config.trainer
-            check_description(folder, config.generator.longest_row, trainer.sequence_parallel)
-            check_bytes(config, routing_of_model(read_config(folder), config.generator.record_experts).token_bytes)
-            if not (folder / TOKENIZER).is_file():
-                say(f"note: {folder} has no {TOKENIZER}: a run, and its check, need a whole Hugging Face folder")
-            return 0 if print_plan(PlanSettings.of(config), folder, arguments, measured) else DOES_NOT_FIT
+    if arguments.gpu not in GPUS:
+        raise UserError(f"--gpu {arguments.gpu}: known are {', '.join(GPUS)}")
+    given = {name: getattr(arguments, name.replace("-", "_")) for name in LENGTHS}
+    for name, value in {**given, "gpus": arguments.gpus}.items():
+        if value is not None and not 1 <= value <= 1e6:
+            raise UserError(f"--{name} {value:g}: give a number from 1 to 1,000,000")
+    work = Work.of(config, {name.partition("-")[0]: value for name, value in given.items() if value is not None})
+    with source.named_in_errors(), planned_model(config.model, config.env, config.run.seed) as folder:
+        check_description(folder, config.generator.longest_row, config.trainer.sequence_parallel)
+        model = read_config(folder)
+        routed = routing_of_model(model, config.generator.record_experts).token_bytes
+        check_bytes(config, routed)
+        check_engine(model, config.generator, config.model.dtype)
+        table = Table(FitSettings.of(config), config.buffer, folder, GPUS[arguments.gpu], work)
+    problem = table.problem(arguments.gpus or table.used)
+    print("\n".join(_lines(config.run.name, table, problem, routed, arguments)))
+    return 0 if problem is None else DOES_NOT_FIT
 
 
-def _check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise a UserError for wrong arguments, before PyTorch is loaded."""
-    if arguments.gpu not in MEASURED:
-        profile(arguments.gpu)
-    if arguments.gpus is not None and not 1 <= arguments.gpus <= MAX_GPUS:
-        raise UserError(f"--gpus {arguments.gpus}: give a number from 1 to {MAX_GPUS}")
-    for name in OPTIONS:
-        if (value := getattr(arguments, name)) is not None:
-            check_bounds(name, value)
+@contextmanager
+def planned_model(model: ModelConfig, env: EnvConfig, seed: int) -> Iterator[Path]:
+    """Yield a folder with the model's config.json: `model.path`, or a new model made for `model.make`. If `model.path`
+    names a model on a hub, only the config.json is downloaded.
+
+    Raises:
+        UserError: the configuration names no model, or `model.path` has no config.json.
+    """
+    from huggingface_hub import constants
+
+    from service.run.hub import download
+    from service.run.inputs import make_policy
+
+    path = model.path
+    if path is not None and is_on_hub(path):
+        offline = constants.HF_HUB_OFFLINE
+        path, _ = download("model.path", MODEL_FOLDER, str(path), offline, _say, model_files=[MODEL_CONFIG])
+    if path is not None and not is_model_folder(path):
+        raise UserError(f"model.path: {path} has no {MODEL_CONFIG}; that file alone is enough for a plan")
+    with tempfile.TemporaryDirectory() as made:
+        yield path or make_policy(model, env, seed, Path(made))
+
+
+def _lines(name: str, table: Table, problem: str | None, routed: int, arguments: argparse.Namespace) -> Iterator[str]:
+    from service.handoff.group_bytes import TOKEN_BYTES
+
+    gpus, work, trajectories = arguments.gpus or table.used, table.work, table.trajectories
+    configured = table.settings.generator.max_engines, table.settings.learn.trainer.ranks
+    yield f"{name} on {gpus} {arguments.gpu}; configured: {configured[0]} engines, {configured[1]} ranks"
+    yield from table.fit.lines()
+    host = table.host_bytes()
+    parts = ", ".join(f"{part} {held / 1e9:.1f}" for part, held in host.items() if held)
+    yield f"the host of a node needs about {sum(host.values()) / 1e9:.1f} GB ({parts})"
+    yield "it fits" if problem is None else f"it does not fit: {problem}"
+    tokens, sampled = trajectories * work.length, trajectories * work.sampled
+    lengths = ", ".join(f"{name} {value:g}" for name, value in work._asdict().items())
+    yield f"a step: {trajectories} trajectories, {tokens:,.0f} tokens, {sampled:,.0f} sampled (of each: {lengths})"
+    yield (
+        f"journal: {tokens * (TOKEN_BYTES + routed) / 1e9:.2g} GB a step; a checkpoint: "
+        f"{12 * table.fit.size.trained / 1e9:.2g} GB; a weight update: {host['weights'] / 1e9:.2g} GB"
+    )
+    yield f"\n  {'engines':>8} {'ranks':>6} {'training s':>14} {'decoding s':>14} {'step s':>14}  fits"
+    splits = table.splits(gpus)
+    best = min(splits, key=lambda split: (not split.fits, split.step.slow))
+    for split in splits:
+        ranges = (f"{low:.3g}-{high:.3g}" for low, high in (split.training, split.decoding, split.step))
+        here = "  (configured)" if (split.engines, split.ranks) == configured else ""
+        numbers = f"{split.engines:>8} {split.ranks:>6} " + " ".join(f"{each:>14}" for each in ranges)
+        yield f"{'*' if split is best else ' '} {numbers}  {'yes' if split.fits else 'no '}{here}"
+    yield "* the shortest step; the seconds are a range of arithmetic, without the environment's (docs/plan.md)"

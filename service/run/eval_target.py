@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.config import ModelConfig
-from service.config.paths import near
 from service.errors import UserError
 from service.files import previous_folder, resolved
 from service.model_folder import is_adapter_folder, is_model_folder
@@ -125,7 +124,7 @@ def eval_target(path: Path) -> EvalTarget:
     if not path.exists():
         if problem := in_a_store(path):
             raise UserError(problem)
-        raise UserError(f"{path}: there is no such folder{near(path)}; give a model, a run or a checkpoint of one")
+        raise UserError(f"{path}: there is no such folder; give a model, a run or a checkpoint of one")
     raise UserError(f"{path}: no model (config.json), no run folder (config.yaml) and no checkpoint ({MANIFEST})")
 
 

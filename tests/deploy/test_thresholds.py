@@ -164,7 +164,7 @@ CASES = [
     ratio("BatonAgentsRewriteHistory", 0.05, rewritten),
     ratio("BatonScorerFails", 0.2, unscored),
     ratio("BatonBufferStarved", 0.5, WAITS),
-    ratio("BatonBoundBySideWork", 0.25, lambda share: gauge("baton_binding_ratio", share, part="journal"), 0),
+    ratio("BatonBoundBySideWork", 0.4, lambda share: gauge("baton_binding_ratio", share, part="journal"), 0),
     ratio("BatonEvaluationLate", 2, lambda intervals: gauge("baton_evaluation_lag_intervals", intervals), 0),
     ratio("BatonBufferFull", 0.95, RESERVED, 0),
     ratio("BatonJournalFull", 0.9, levels("baton_journal_bytes", "baton_journal_limit_bytes"), 0),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from service.learn.compile import compiled_on_gpu, on_gpu
+from service.learn.compile import compiled_on_gpu
 
 CHUNK_ENTRIES = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Number of logits in one chunk: 32 MiB of float32 on CPU; 1 GiB on a GPU, where only large matrix products are
@@ -37,7 +37,7 @@ def token_logprobs(
 
     Sums are taken in float32 (float64 for a float64 model), whatever the type of the logits.
     """
-    entries = chunk_entries or CHUNK_ENTRIES["cuda" if on_gpu(hidden_MD.device) else "cpu"]
+    entries = chunk_entries or CHUNK_ENTRIES["cuda" if hidden_MD.is_cuda else "cpu"]
     rows = max(1, entries // head_VD.shape[0])
     inverse_M = temperature_M.reciprocal()
     logprob_M, entropy_M = _ChunkedLogprob.apply(hidden_MD, head_VD, token_ids_M, inverse_M, rows)  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """A matrix product in the accumulation type; on a GPU the result is not rounded to bfloat16 first."""
-    if on_gpu(left.device) and left.dtype == torch.bfloat16:
+    if left.is_cuda and left.dtype == torch.bfloat16:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).to(accumulation_dtype(left.dtype))
 
@@ -61,7 +61,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     product."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif on_gpu(left.device) and left.dtype == torch.bfloat16 and (not left.is_cuda or _adds_in_float32(left.device)):
+    elif left.is_cuda and left.dtype == torch.bfloat16 and _adds_in_float32(left.device):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += _product(left, right)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from service.learn.compile import compiles_layers, on_gpu
+from service.learn.compile import compiles_layers
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.model.adapter_folder import Base, peft_names, read_adapter, write_adapter
 from service.learn.model.attention import use_fastest_attention
@@ -70,15 +69,14 @@ class Policy:
         self.shard = copies[self.copy].index(rank)
         """Index of this rank's shard in its copy."""
         self._hf_config = hf_config = read_config(folder)
-        with unset_fake_temporarily():  # a mesh of ranks cannot be made of fake tensors
-            self.slice = Slice.of_rank(rank, world_size, trainer.sequence_parallel, hf_config, device)
+        self.slice = Slice.of_rank(rank, world_size, trainer.sequence_parallel, hf_config, device)
         self.batch_part, self.n_batch_parts = rank // self.slice.of, world_size // self.slice.of
         """Index of the part of each mini-batch that this rank's group trains, and number of parts."""
         self._device_settings = DeviceSettings(
             device,
             self.accumulation_dtype,
             trainer.layout,
-            variable_length=on_gpu(device) and self.dtype == torch.bfloat16,
+            variable_length=device.type == "cuda" and self.dtype == torch.bfloat16,
             part=self.slice,
         )
         use_fastest_attention(device)
@@ -88,15 +86,13 @@ class Policy:
         trainer = trainer.model_copy(update={"compile": self.compiles})
         self.checkpointing = checkpointing or Checkpointing.of(trainer, hf_config.num_hidden_layers)
         dtype = self.accumulation_dtype if self.sharded else self.dtype
-        # a model on the meta device needs no fake tensors, and a mesh of ranks cannot be made of fake tensors
-        with unset_fake_temporarily():
-            # a frozen base is stored in the compute type
-            self.model = empty_model(hf_config, dtype if self.lora is None else self.dtype, trainer, self.checkpointing)
-            if self.lora is not None:
-                add_adapter(self.model, self.model.layers, self.lora, dtype)
-            if self.sharded:
-                units = self.model.units(self.checkpointing.regather)
-                shard(self.model, units, device, copies, self.dtype, trainer.cpu_offload)
+        # a frozen base is stored in the compute type
+        self.model = empty_model(hf_config, dtype if self.lora is None else self.dtype, trainer, self.checkpointing)
+        if self.lora is not None:
+            add_adapter(self.model, self.model.layers, self.lora, dtype)
+        if self.sharded:
+            units = self.model.units(self.checkpointing.regather)
+            shard(self.model, units, device, copies, self.dtype, trainer.cpu_offload)
         allocate(self.model, hf_config, device, trainer.cpu_offload and self.sharded)
         self.master_weights = MasterWeights(self.model, self.dtype, self.sharded, trainer.cpu_offload)
         self._fill(settings, random_weights)

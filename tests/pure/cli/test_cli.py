@@ -103,14 +103,12 @@ def test_wrong_input_is_one_line_and_code_2(line: str, message: str, capsys: pyt
 def test_paths_of_another_machine_are_notes_of_the_validation_and_refused_by_a_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for folder in ("smallish", ".smal"):  # a hidden folder is no model, such as one that is being downloaded
-        (tmp_path / "models" / folder).mkdir(parents=True)
     words = ["--config", QUICKSTART, "model.make=null", "model.warm_start=null", "data.make_rows=null"]
     words += [f"data.train={tmp_path}/rows.parquet", f"model.path={tmp_path}/models/smal"]
     assert main(["config", "validate", *words]) == 0
     first, second, cut, last = capsys.readouterr().out.splitlines()
     missing = f"note: model.path: the model folder {tmp_path}/models/smal does not exist"
-    assert first.startswith(f"{missing} (there is {tmp_path}/models/smallish)")
+    assert first.startswith(missing)
     assert second.startswith(f"note: data.train: the dataset {tmp_path}/rows.parquet does not exist")
     assert cut.startswith("note: generator.max_generate_length: every answer is cut after 7 tokens")
     assert last == f"{QUICKSTART}: fine, but it cannot be run here"

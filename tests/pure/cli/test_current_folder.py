@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from service.config import Config
-from service.config.paths import elsewhere
+from service.config.paths import check_paths
 from service.environment_variables import SAFE_PATH, USER_FOLDER
 from service.errors import ConfigError, UserError
 from service.rollout.environment import Task
@@ -82,7 +82,7 @@ def test_a_module_of_the_user_that_has_the_name_of_another_is_refused_by_both_fi
         registered("algorithm.loss", "loss", "html:escape", {})
     config = Config.model_validate({"algorithm": {"loss": "html:escape"}})
     with pytest.raises(UserError, match="has the name of another module"):
-        elsewhere(config)
+        check_paths(config, here=False)
 
 
 def test_an_environment_in_a_process_of_its_own_loads_the_standard_library(

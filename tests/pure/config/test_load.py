@@ -205,9 +205,8 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: byt
         load_config([tmp_path])
 
 
-def test_a_missing_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
-    there = write(tmp_path, "config.yaml", "")
-    with pytest.raises(UserError, match=rf"No such file or directory \(there is {there}\)$"):
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.yml: .*No such file or directory$"):
         load_config([tmp_path / "config.yml"])
 
 

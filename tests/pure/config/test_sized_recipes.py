@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.estimates import model_folder
+from benchmarks.shapes import model_folder
 from service.cli.parser import main
 from service.config import Config, load
 from service.config.checks import check, check_bytes
@@ -58,8 +57,8 @@ def test_a_run_of_simulated_engines_and_ranks_gets_to_its_last_step(name: str) -
     assert simulated(settings, replace(scenario, sigma=0.5), seed=0).steps_per_second > 0
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) for name in SIZED])
+@pytest.mark.parametrize("name", SIZED)
 def test_the_plan_of_a_recipe_says_that_it_fits(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(recipe(name), tmp_path)
-    assert main(["plan", "--config", str(CONFIGS / f"{name}.yaml"), f"model.path={folder}", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["gpus"] == GPUS[name]
+    assert main(["plan", "--config", str(CONFIGS / f"{name}.yaml"), f"model.path={folder}"]) == 0
+    assert f"on {GPUS[name]} h100" in capsys.readouterr().out

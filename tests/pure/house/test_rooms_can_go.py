@@ -12,7 +12,7 @@ import pytest
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[3]
-PARSER, HUB = "service/cli/parser.py", "actors/observe/metrics_hub.py"
+PARSER = "service/cli/parser.py"
 PLAYER, LIBRARY = "actors/engine/run_player.py", "baton/library.py"
 RUN, COMMANDS = "actors/driver/run.py", "actors/driver/commands.py"
 UPLOADS = r"from service\.store\.uploads import .*\n"
@@ -30,7 +30,6 @@ LINES: dict[str, list[tuple[str, ...]]] = {
         (LIBRARY, r'(        "service\.agents\..*\n)+'),
     ],
     "trace": [(PARSER, r'    Command\("trace".*\n'), (PARSER, r'    Command\("trajectories".*\n')],
-    "plan": [(PARSER, r'    Command\("plan".*\n'), (HUB, r"from service\.plan\..*\n"), (HUB, r", Window\(\)")],
     "store": [
         (RUN, UPLOADS),
         (RUN, r"            if \(url := config\.run\.store\) .*\n(                .*\n)+"),
@@ -76,7 +75,6 @@ OWN_FILES = {
 OWN_TESTS = {
     "agents": ["pure/agents"],
     "trace": ["pure/timeline", "pure/trajectories"],
-    "plan": ["pure/plan"],
     "store": ["pure/store"],
     "scorers": ["pure/scorers"],
     "evaluation": ["pure/evaluation"],

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from service.config.learn import AlgorithmConfig, TrainerConfig
-from service.config.rollout import GeneratorConfig
 from service.config.tree import Config, MakeModelConfig, ModelConfig
 from service.learn.model.tiny_model import make_model
-from service.learn.settings import FitSettings, LearnSettings
+from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch
 
 VOCABULARY = 37
@@ -40,11 +39,6 @@ def settings(
         trainer=TrainerConfig(**{"lr": 1e-3} | (trainer or {})),
     )
     return LearnSettings.of(config)
-
-
-def fitting(learn: LearnSettings, generator: GeneratorConfig | None = None) -> FitSettings:
-    """With engines that have GPUs of their own."""
-    return FitSettings(learn, generator or GeneratorConfig(), shares_gpus=False)
 
 
 @dataclass(frozen=True)

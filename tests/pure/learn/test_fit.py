@@ -5,32 +5,26 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.driver.prepare import prepare
-from benchmarks.estimates import SHAPES, model_folder
+from benchmarks.shapes import SHAPES, model_folder
 from service.cli.parser import main
 from service.config import Config, load
-from service.config.learn import TrainerConfig
 from service.config.rollout import GeneratorConfig
 from service.config.tree import SHORT_ANSWER
 from service.errors import UserError
-from service.learn import estimate
-from service.learn.estimate.fit import GPU_BYTES, MARGIN, fit, is_estimable
-from service.learn.estimate.kv_cache import check_engine, kv_token_bytes, request_bytes
-from service.learn.estimate.step import StepEstimate
 from service.learn.model.hf_config import MAX_SHAPE, read_config
-from service.learn.model.policy_model import Checkpointing, trained_shapes
-from service.learn.settings import FitSettings
+from service.learn.model.policy_model import Checkpointing
+from service.plan.kv_cache import check_engine, kv_token_bytes, request_bytes
+from service.plan.memory import GPUS, MARGIN, FitSettings, fit
 from tests.families.small import small_config
-from tests.pure.learn.builders import fitting
-from tests.pure.learn.test_estimate import MICRO_BATCH_TOKENS, configured, folder_of
 
 ROOT = Path(__file__).parents[3]
+H100 = GPUS["h100"].memory
 FOUR_NODES = ROOT / "configs/four_nodes.yaml"
 RECIPES = {
     path: load([path]).config
@@ -51,28 +45,19 @@ def of_recipe(config: Config, parent: Path) -> Path:
     return model_folder(SIZED_FOR if name == A_MODEL_OF_ONES_OWN else name, parent)
 
 
-ONE_OF_A_KIND = ("agent_swe", "gsm8k", "one_gpu")
-"""All layers checkpointed, `auto`, and a GPU that is shared with an engine; an estimate takes about ten seconds."""
-
-
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=() if path.stem in ONE_OF_A_KIND else pytest.mark.full) for path in ON_GPUS],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
 def test_a_recipe_fits_gpus_of_80_gb_with_a_tenth_to_spare(path: Path, tmp_path: Path) -> None:
     config = RECIPES[path]
-    found = fit(FitSettings.of(config), of_recipe(config, tmp_path), GPU_BYTES["H100"])
+    found = fit(FitSettings.of(config), of_recipe(config, tmp_path), H100)
     print(path.name, *found.lines(), sep="\n  ")
     assert found.problem() is None
     assert found.rank_bytes <= (1 - MARGIN) * 80e9
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("path", ONE_NODE, ids=lambda path: path.stem)
 def test_a_recipe_fits_on_four_nodes_too(path: Path, tmp_path: Path) -> None:
     config = load([path, FOUR_NODES]).config
-    assert fit(FitSettings.of(config), of_recipe(config, tmp_path), GPU_BYTES["H100"]).problem() is None
+    assert fit(FitSettings.of(config), of_recipe(config, tmp_path), H100).problem() is None
 
 
 def test_every_shape_that_a_recipe_names_is_there() -> None:
@@ -82,24 +67,65 @@ def test_every_shape_that_a_recipe_names_is_there() -> None:
     }
 
 
-def test_what_does_not_fit_is_named_with_what_helps(tmp_path: Path) -> None:
-    learn = replace(configured("mixture", 1, gradient_checkpointing=False), longest_row=64)
-    plenty = fit(
-        fitting(learn, GeneratorConfig(max_input_length=32, max_generate_length=32)),
-        folder_of("mixture", tmp_path),
-        GPU_BYTES["H100"],
+def settings_of(*words: str) -> FitSettings:
+    """Settings of a model in bfloat16 with micro-batches of 16,384 tokens."""
+    common = ("model.dtype=bfloat16", "trainer.max_tokens_per_micro_batch=16384", "trainer.compile=false")
+    return FitSettings.of(load([], [*common, *words]).config)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "checkpointing", "gigabytes"),
+    [
+        ("Qwen3-0.6B", 1, True, 15.1),
+        ("Qwen3-0.6B", 1, False, 47.1),
+        ("Qwen3-0.6B", 4, True, 7.1),
+        ("Qwen3-4B", 8, True, 16.9),
+        ("Qwen3-4B", 8, False, 114.0),
+        ("Qwen3-8B", 8, True, 29.1),
+        ("Qwen2.5-7B", 8, True, 26.8),
+        ("Qwen3-30B-A3B", 16, True, 43.5),
+    ],
+)
+def test_the_memory_of_a_rank_is_that_of_a_step_whose_tensors_were_counted(
+    name: str, ranks: int, checkpointing: bool, gigabytes: float, tmp_path: Path
+) -> None:
+    settings = settings_of(f"trainer.ranks={ranks}", f"trainer.gradient_checkpointing={checkpointing}")
+    assert fit(settings, model_folder(name, tmp_path), H100).rank_bytes / 1e9 == pytest.approx(gigabytes, rel=0.04)
+
+
+def test_savers_of_memory_save_it(tmp_path: Path) -> None:
+    folder, plain = model_folder("Qwen3-8B", tmp_path), ("trainer.ranks=16", "trainer.gradient_checkpointing=true")
+
+    def held(*words: str) -> dict[str, float]:
+        return dict(fit(settings_of(*plain, *words), folder, H100).rank)
+
+    whole, offloaded = held(), held("trainer.cpu_offload=true")
+    assert not {"weights", "gradients", "optimizer"} & offloaded.keys() and offloaded["gathered"] == whole["gathered"]
+    assert held("trainer.shard_within=node")["weights"] == 2 * whole["weights"]
+    assert held("trainer.reshard_after_forward=false")["gathered"] > whole["gathered"] + 16e9
+    adapter = held("model.lora.rank=16")
+    assert adapter["optimizer"] < whole["optimizer"] / 50 and adapter["weights"] < 0.6 * whole["weights"]
+    assert sum(held("trainer.compile=true", "trainer.gradient_checkpointing=2").values()) < sum(
+        held("trainer.gradient_checkpointing=2").values()
     )
+
+
+def test_automatic_checkpointing_is_the_lightest_that_fits(tmp_path: Path) -> None:
+    folder, settings = model_folder("Qwen3-4B", tmp_path), settings_of("trainer.ranks=8")
+    levels = [fit(settings, folder, gigabytes * 1e9).checkpointing.layers for gigabytes in (160, 80, 30, 1)]
+    assert levels == [0, 18, 36, 36]
+
+
+def test_what_does_not_fit_is_named_with_what_helps(tmp_path: Path) -> None:
+    plenty = fit(settings_of("trainer.gradient_checkpointing=false"), model_folder("Qwen3-0.6B", tmp_path), H100)
     assert plenty.problem() is None
-    assert plenty.longest < MICRO_BATCH_TOKENS
-    tight = replace(plenty, gpu_bytes=plenty.step.peak_bytes / (1 - MARGIN) - 1)
-    assert (tight.problem() or "").startswith("trainer.ranks: the GPU of a rank needs 0.1 GB")
-    assert replace(plenty, gpu_bytes=plenty.step.peak_bytes / (1 - MARGIN) + 1, engine_bytes=0.0).problem() is None
-    states = {part: plenty.step.peak[part] for part in ("weights", "gradients", "optimizer")}
-    all_states = replace(plenty, step=replace(plenty.step, peak=states), gpu_bytes=1.0)
+    tight = replace(plenty, gpu_bytes=plenty.rank_bytes / (1 - MARGIN) - 1)
+    assert (tight.problem() or "").startswith("trainer.ranks: the GPU of a rank needs 41")
+    all_states = replace(plenty, rank={"weights": 1e9, "optimizer": 1e9}, gpu_bytes=1.0)
     assert "use more trainer.ranks, or trainer.cpu_offload=true" in (all_states.problem() or "")
-    all_activations = replace(all_states, step=replace(plenty.step, peak={"activations": plenty.step.peak_bytes}))
+    all_activations = replace(all_states, rank={"activations": 1e9})
     assert "gradient_checkpointing=auto" in (all_activations.problem() or "")
-    recomputed = replace(all_activations, checkpointing=Checkpointing(plenty.n_layers))
+    recomputed = replace(all_activations, checkpointing=Checkpointing(plenty.size.layers))
     assert "; lower trainer.max_tokens_per_micro_batch (for" in (recomputed.problem() or "")
     assert "generator.tensor_parallel_size" in (replace(plenty, engine_bytes=80e9).problem() or "")
     assert "generator.gpu_memory_utilization" in (replace(plenty, kv_bytes=1.0).problem() or "")
@@ -115,17 +141,17 @@ def test_what_does_not_fit_is_named_with_what_helps(tmp_path: Path) -> None:
     ],
 )
 def test_an_engine_of_32_billion_parameters_needs_two_gpus_or_more_for_longer_requests(
-    gpus_an_engine: int, tokens: int, problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus_an_engine: int, tokens: int, problem: str | None, tmp_path: Path
 ) -> None:
-    folder = model_folder("Qwen3-32B", tmp_path)
-    parameters = sum(map(prod, trained_shapes(read_config(folder)).values()))
-    assert 32.7e9 < parameters < 32.8e9
-    a_step = StepEstimate(parameters, parameters, {}, 0.0, 0.0, 0.0, {}, 0.0)
-    monkeypatch.setattr(estimate.fit, "estimate_step", lambda *_: a_step)
-    lengths = {"max_input_length": tokens // 2, "max_generate_length": tokens // 2}
-    generator = GeneratorConfig(tensor_parallel_size=gpus_an_engine, **lengths)
-    config = Config(generator=generator, trainer=TrainerConfig(ranks=16, gradient_checkpointing=True))
-    found = fit(FitSettings.of(config), folder, GPU_BYTES["H100"]).problem()
+    settings = settings_of(
+        f"generator.tensor_parallel_size={gpus_an_engine}",
+        f"generator.max_input_length={tokens // 2}",
+        f"generator.max_generate_length={tokens // 2}",
+        "trainer.ranks=64",
+        "trainer.sequence_parallel=64",
+        "trainer.gradient_checkpointing=true",
+    )
+    found = fit(settings, model_folder("Qwen3-32B", tmp_path), H100).problem()
     assert found is None if problem is None else (found or "").startswith(problem), found
 
 
@@ -142,16 +168,10 @@ def test_a_model_too_large_is_one_line_of_the_validation(
     assert validated(model, "model.dtype=float32", "trainer.accelerator=H100") == 0
     _, named, needed, *_ = capsys.readouterr().out.splitlines()
     assert "80 GB of GPU memory (H100, as trainer.accelerator says) and float32; not for a CPU" in named
-    assert needed.startswith("estimate: the GPU of a rank needs 0.")
-    monkeypatch.setitem(GPU_BYTES, "H100", 1e6)
+    assert needed.startswith("memory: the GPU of a rank needs ")
+    monkeypatch.setitem(GPUS, "h100", GPUS["h100"]._replace(memory=1e6))
     assert validated(model, "trainer.accelerator=H100") == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("mixture", "float32"), ("mixture", "bfloat16"), ("dense", "float32")])
-def test_only_a_mixture_in_float32_has_no_estimate(kind: str, dtype: str, tmp_path: Path) -> None:
-    settings = FitSettings.of(load([], [f"model.dtype={dtype}"]).config)
-    assert is_estimable(settings, folder_of(kind, tmp_path)) is ((kind, dtype) != ("mixture", "float32"))
 
 
 def test_without_a_gpu_a_recipe_in_float32_has_no_estimate_and_a_cut_of_answers_is_named(
@@ -160,7 +180,7 @@ def test_without_a_gpu_a_recipe_in_float32_has_no_estimate_and_a_cut_of_answers_
     assert validated(model, "model.dtype=float32", f"generator.max_generate_length={SHORT_ANSWER}") == 0
     noted, none, fine = capsys.readouterr().out.splitlines()
     assert noted.startswith("note: generator.max_generate_length: every answer is cut after 15 tokens")
-    assert none == "estimate: none for a CPU; with trainer.accelerator=H100, the memory of that GPU"
+    assert none == "memory: not computed for a CPU; with trainer.accelerator=H100, the memory of that GPU"
     assert fine.endswith("fine")
     assert validated(model, "model.dtype=float32", f"generator.max_generate_length={SHORT_ANSWER + 1}") == 0
     assert "note:" not in capsys.readouterr().out
@@ -270,11 +290,6 @@ def test_a_request_of_a_model_with_linear_attention_takes_its_states_besides_the
     linear, full = model.layer_types.count("linear_attention"), model.layer_types.count("full_attention")
     takes = request_bytes(model, generator, "bfloat16") - 128 * kv_token_bytes(model, generator, "bfloat16")
     assert (2 * linear + full) * state < takes < 4 * (2 * linear + full) * state
-
-
-def test_a_copy_a_node_is_estimated_for_nodes_of_any_size(tmp_path: Path) -> None:
-    config = configured("dense", 12, shard_within="node", gradient_checkpointing=True)
-    assert fit(fitting(config), folder_of("dense", tmp_path), GPU_BYTES["H100"]).step.peak_bytes > 0
 
 
 def test_a_budget_of_tokens_that_no_gpu_holds_is_refused_in_one_line(

@@ -18,7 +18,7 @@ from service.config import load_config
 from service.config.section import Named
 from service.errors import UserError
 from service.model_folder import MODEL_CONFIG
-from service.plan.planning import planned_model
+from service.plan.command import planned_model
 from service.run.folder import REVISIONS
 from service.run.hub import download
 

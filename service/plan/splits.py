@@ -1,0 +1,170 @@
+"""The seconds of an optimizer step for each split of the GPUs into engines and ranks, as a range.
+
+    training   FLOPs of the rows, at 30 to 50 % of the GPU's peak rate
+    decoding   an iteration reads the weights and the KV caches of the running requests, at 50 to 80 % of the GPU's
+               bandwidth, and the host takes 2 to 10 ms; prompts are computed at the rate of training
+
+With `buffer.lookahead` the two go on at the same time, and the slower one counts. Waits for the environment, for
+scorers and for the longest trajectory are not included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from service.config import BufferConfig, Config
+from service.errors import UserError
+from service.plan.memory import ENGINE_BYTES, GPUS_OF_A_NODE, FitSettings, Gpu, bytes_of_parameter, fit, rank_bytes
+
+OF_PEAK, OF_BANDWIDTH, HOST_SECONDS = (0.5, 0.3), (0.8, 0.5), (0.002, 0.01)
+"""The fast and the slow end of each rate."""
+PROCESS_BYTES = 5e9
+"""Bytes of host memory that a rank or an engine takes for libraries and buffers, assumed."""
+MAX_SPLITS = 16
+"""Maximum number of splits in the table; of more, about this number is shown, evenly spread."""
+
+
+class Work(NamedTuple):
+    """The mean trajectory, in tokens."""
+
+    turns: float
+    prompt: float
+    response: float
+    """Sampled tokens of a turn."""
+    observation: float
+    """Tokens that the environment adds between two turns."""
+
+    @classmethod
+    def of(cls, config: Config, given: Mapping[str, float]) -> Work:
+        """The lengths that are given; for the others about half of what the limits allow."""
+        generator, response = config.generator, given.get("response", config.generator.max_generate_length / 2)
+        assumed = cls((config.env.max_turns + 1) / 2, generator.max_input_length / 4, response, response)
+        return assumed._replace(**given)
+
+    @property
+    def sampled(self) -> float:
+        """Sampled tokens of the trajectory."""
+        return self.turns * self.response
+
+    @property
+    def length(self) -> float:
+        """All tokens of the trajectory."""
+        return self.prompt + self.sampled + (self.turns - 1) * self.observation
+
+
+class Seconds(NamedTuple):
+    """A range of seconds."""
+
+    fast: float
+    slow: float
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split of the GPUs, with the seconds of a step."""
+
+    engines: int
+    ranks: int
+    training: Seconds
+    decoding: Seconds
+    step: Seconds
+    fits: bool
+    """Whether a rank fits its GPU; engines are the same in all splits."""
+
+
+class Table:
+    """The memory of a configuration, and the seconds of a step with any split."""
+
+    def __init__(self, settings: FitSettings, buffer: BufferConfig, folder: Path, gpu: Gpu, work: Work) -> None:
+        self.settings, self._buffer, self._gpu, self.work = settings, buffer, gpu, work
+        self.fit, self._trainer, algorithm = (
+            fit(settings, folder, gpu.memory),
+            settings.learn.trainer,
+            settings.learn.algorithm,
+        )
+        self.trajectories = self._trainer.mini_batch_size * algorithm.n_samples_per_prompt
+        engines = 0 if settings.shares_gpus else settings.generator.max_engines
+        self.used = self._trainer.ranks + engines * settings.generator.engine_gpus
+        """Number of GPUs that the configuration takes."""
+
+    def problem(self, gpus: int) -> str | None:
+        """Why the configuration does not fit `gpus` GPUs; None if it fits."""
+        if self.used > gpus:
+            return f"generator.engines: engines and ranks take {self.used} GPUs, more than --gpus {gpus}; see the table"
+        return self.fit.problem()
+
+    def host_bytes(self) -> dict[str, float]:
+        """Bytes of memory that a full node with the driver needs, by what they hold."""
+        trainer, trained = self._trainer, self.fit.size.trained
+        offloaded = 16.0 * trained * min(1.0, GPUS_OF_A_NODE / trainer.ranks) if trainer.cpu_offload else 0.0
+        weights = trained * bytes_of_parameter(self.settings.learn)
+        processes = PROCESS_BYTES * min(GPUS_OF_A_NODE, self.used)
+        return {
+            "processes": processes,
+            "weights": weights,
+            "offloaded": offloaded,
+            "buffer": self._buffer.max_bytes,
+        }
+
+    def splits(self, gpus: int) -> list[Split]:
+        """All splits that use `gpus` GPUs.
+
+        Raises:
+            UserError: there is none.
+        """
+        each, together = self.settings.generator.engine_gpus, self._trainer.sequence_parallel
+        if self.settings.shares_gpus:
+            return [self.split(*pair) for pair in _spread([(n, gpus) for n in range(1, max(1, gpus // each) + 1)])]
+        node = GPUS_OF_A_NODE if self._trainer.shard_within == "node" else 1
+        pairs = [(engines, gpus - engines * each) for engines in range(1, (gpus - 1) // each + 1)]
+        found = [pair for pair in pairs if pair[1] % together == 0 and (pair[1] <= node or pair[1] % node == 0)]
+        if not found:
+            raise UserError(
+                f"--gpus {gpus}: an engine takes {each} (generator.tensor_parallel_size) and the trainer a multiple of "
+                f"{together} (trainer.sequence_parallel), which does not use all of them; give another number"
+            )
+        return [self.split(*pair) for pair in _spread(found)]
+
+    def split(self, engines: int, ranks: int) -> Split:
+        """The seconds of a step with this number of engines and of ranks."""
+        flops = self._training_flops() / ranks
+        training = Seconds(*(flops / self._gpu.flops / share for share in OF_PEAK))
+        decoding = self._decoding(engines)
+        alternate = self.settings.shares_gpus or self._buffer.lookahead == 0
+        step = Seconds(*(sum(ends) if alternate else max(ends) for ends in zip(training, decoding, strict=True)))
+        held = sum(rank_bytes(self.fit.size, self.settings.learn, self.fit.checkpointing, ranks).values())
+        return Split(engines, ranks, training, decoding, step, held + self.fit.shared_bytes <= self.fit.room)
+
+    def _training_flops(self) -> float:
+        """FLOPs of a step, without recomputation: 2 for each parameter and token in a forward pass, twice that in the
+        backward pass, and causal attention."""
+        size, learn, length = self.fit.size, self.settings.learn, self.work.length
+        passes = 2 if learn.model.lora else 3  # frozen weights need no gradient
+        passes += (learn.algorithm.kl_coef > 0) + (learn.algorithm.anchor == "proximal")
+        of_token = 2.0 * passes * (size.active + size.layers * size.query_width * length)
+        return of_token * length * self.trajectories
+
+    def _decoding(self, engines: int) -> Seconds:
+        """Seconds in which the engines generate the trajectories of a step."""
+        work, generator, size = self.work, self.settings.generator, self.fit.size
+        gpus, kv_token = generator.engine_gpus, self.fit.kv_token_bytes
+        admitted = (self._buffer.lookahead + 1) * self._trainer.mini_batch_size
+        in_flight = (
+            min(generator.concurrent_groups, admitted) * self.settings.learn.algorithm.n_samples_per_prompt / engines
+        )
+        running = max(1.0, min(in_flight, self.fit.kv_bytes / (kv_token * work.length)))
+        caches = running * (work.prompt + work.length) / 2 * kv_token
+        read = (self.fit.engine_bytes - ENGINE_BYTES + caches) / self._gpu.bandwidth
+        iterations = self.trajectories * work.sampled / engines / running
+        others = self.trajectories * (work.length - work.sampled) / engines
+        computed = 2 * size.active * others / gpus / self._gpu.flops
+        ends = zip(OF_BANDWIDTH, HOST_SECONDS, OF_PEAK, strict=True)
+        return Seconds(*(iterations * (read / of + host) + computed / peak for of, host, peak in ends))
+
+
+def _spread(pairs: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """About `MAX_SPLITS` of the pairs, evenly spread."""
+    return pairs[:: -(-len(pairs) // MAX_SPLITS)]
