@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from service.config import load_config as load_config
     from service.errors import BatonError as BatonError
     from service.errors import UserError as UserError
-    from service.handoff.batches.advantages import estimator as estimator
+    from service.handoff.batches.estimators import estimator as estimator
     from service.learn.losses.policy_losses import LossInputs as LossInputs
     from service.learn.losses.policy_losses import LossTerms as LossTerms
     from service.learn.losses.policy_losses import policy_loss as policy_loss
@@ -53,7 +53,7 @@ __all__, __getattr__ = lazy_names(
         "baton.training": ("run",),
         "service.config": ("Config", "load_config"),
         "service.errors": ("BatonError", "UserError"),
-        "service.handoff.batches.advantages": ("estimator",),
+        "service.handoff.batches.estimators": ("estimator",),
         "service.learn.losses.policy_losses": ("LossInputs", "LossTerms", "policy_loss"),
         "service.rollout.chat.tools": ("tool_answer", "tool_calls"),
         "service.rollout.child_main": ("serve_child",),

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from service.agents.reply_parser import JsonCalls as JsonCalls
     from service.config.core_settings import batch_settings as batch_settings
     from service.config.tree import MakeModelConfig as MakeModelConfig
-    from service.handoff.batches.advantages import advantages as advantages
-    from service.handoff.batches.advantages import turn_advantages as turn_advantages
     from service.handoff.batches.batch import batch_of_rank as batch_of_rank
     from service.handoff.batches.batch import form_mini_batch as form_mini_batch
+    from service.handoff.batches.credit import turn_advantages as turn_advantages
+    from service.handoff.batches.estimators import advantages as advantages
     from service.handoff.batches.groups import complete_groups as complete_groups
     from service.handoff.ledger.versions import VersionHistory as VersionHistory
     from service.handoff.prefixes.merge import merge_steps as merge_steps
@@ -54,7 +54,8 @@ __all__, __getattr__ = lazy_names(
         "service.agents.reply_parser": ("JsonCalls",),
         "service.config.core_settings": ("batch_settings",),
         "service.config.tree": ("MakeModelConfig",),
-        "service.handoff.batches.advantages": ("advantages", "turn_advantages"),
+        "service.handoff.batches.credit": ("turn_advantages",),
+        "service.handoff.batches.estimators": ("advantages",),
         "service.handoff.batches.batch": ("batch_of_rank", "form_mini_batch"),
         "service.handoff.batches.groups": ("complete_groups",),
         "service.handoff.ledger.versions": ("VersionHistory",),

@@ -27,8 +27,8 @@ from baton.examples.lookup import RELATION, Lookup, demonstrations, puzzle, voca
 from baton.examples.lookup import rows as lookup_rows
 from benchmarks.in_process import rounds, warm_started
 from service.config import Config, load
-from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import end_objects
+from service.handoff.steps.values import StopReason
 from service.rollout.environment import Message, StepResult, Task
 from service.run.inputs import Prepared
 from service.types import TrajectoryEnd

@@ -153,7 +153,7 @@ class TrajectoryEnd(NamedTuple):
     stop_reason: str
     reward: float
     roles: bytes = b""
-    """The role of each step, one byte per step (`service.handoff.steps.roles`); empty: every role is `main`."""
+    """The role of each step, one byte per step (`service.handoff.steps.values`); empty: every role is `main`."""
     transcript: bytes = b""
     """The output of an agent's run, in UTF-8; empty if it was not kept."""
     rewards: tuple[float, ...] = ()
@@ -231,7 +231,7 @@ class Ends(Table):
     """[E + 1] where the steps of each end record begin on axis `S`; an end record without roles and later rewards has
     no steps there."""
     role_S: Uint8s
-    """[S] the number of each step's role (`service.handoff.steps.roles`)."""
+    """[S] the number of each step's role (`service.handoff.steps.values`)."""
     later_reward_S: Float64s
     """[S] the reward given to each step after the step was sent, in addition to the step's own reward."""
     offsets_E: Int64s

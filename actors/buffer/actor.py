@@ -26,7 +26,7 @@ from service.handoff.journal.journal import Journal
 from service.handoff.leases import BatchJob
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.scoring import Scoring
-from service.handoff.steps.limits import Routing
+from service.handoff.steps.values import Routing
 from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims

@@ -38,7 +38,7 @@ from service.errors import ProcessLost, RunFailed, Starved
 from service.evaluation.play import play_shard
 from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.steps.builder import steps_table
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import StopReason
 from service.handoff.steps.wire import accepted_group
 from service.handoff.verbs import Assignment
 from service.observe.loop_watch import LoopWatch

@@ -10,7 +10,7 @@ import torch
 from baton.examples.skyrl_steps import steps_from_generator_output
 from benchmarks.handoff import peers
 from benchmarks.handoff.peers import TrajectoryID, ppo_utils
-from service.handoff.batches.advantages import advantages
+from service.handoff.batches.estimators import advantages
 from service.handoff.prefixes.merge import merge_steps
 
 TOLERANCE = 1e-5

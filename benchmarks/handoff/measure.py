@@ -21,7 +21,7 @@ from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import check_whole, merge
 from service.handoff.prefixes.sharing import shared_form
 from service.handoff.steps.builder import step_group, steps_table
-from service.handoff.steps.limits import Limits
+from service.handoff.steps.values import Limits
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
 from service.types import Sender, StepGroup, Steps

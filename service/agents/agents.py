@@ -24,8 +24,7 @@ from service.agents.session import Outcome, Session, kept_transcript
 from service.agents.sessions import Sessions, session_key
 from service.config.rollout import AgentsConfig
 from service.errors import UserError, in_one_line, last_lines
-from service.handoff.steps.roles import ROLES, Role, packed_roles
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import ROLES, Role, StopReason, packed_roles
 from service.observe.metrics import Metrics
 from service.rollout.agent_loop import Played, generate_turn
 from service.rollout.chat.chat import Chat

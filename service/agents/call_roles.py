@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from service.agents.conversation_tree import Beginning, Call
-from service.handoff.steps.roles import Role
+from service.handoff.steps.values import Role
 
 PIECE = 16
 """Length, in characters, of the pieces by which a text is recognised; shorter pieces occur in many texts by chance."""

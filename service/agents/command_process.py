@@ -25,7 +25,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
-from service.handoff.steps.reward import NEEDED, is_reward
+from service.handoff.steps.values import NEEDED, is_reward
 from service.rollout.child_main import PR_SET_CHILD_SUBREAPER, end_descendants, serve_child
 from service.rollout.environment import Task
 from service.rollout.user_errors import describe_error

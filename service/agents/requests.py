@@ -25,7 +25,7 @@ from service.agents.dialects.dialect import Dialect, Refused
 from service.agents.session import MAX_LOGGED, Session
 from service.agents.sessions import Sessions
 from service.errors import in_one_line
-from service.handoff.steps.roles import Role
+from service.handoff.steps.values import Role
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

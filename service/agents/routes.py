@@ -23,7 +23,7 @@ from service.agents.dialects.messages import read_to_count
 from service.agents.policy_calls import COUNT_TOKENS
 from service.agents.requests import NO_ROOM, Requests
 from service.agents.session import Outcome, Session, plain_outcome
-from service.handoff.steps.reward import NEEDED
+from service.handoff.steps.values import NEEDED
 from service.rollout.environment import is_text
 from service.rollout.plain_values import NotAllowed
 

@@ -22,9 +22,7 @@ from service.agents.conversation_tree import Call, ConversationTree, PreparedCal
 from service.agents.dialects.dialect import CallRequest, Refused
 from service.errors import in_one_line
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
-from service.handoff.steps.reward import NEEDED, is_reward
-from service.handoff.steps.roles import Role
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import NEEDED, Role, StopReason, is_reward
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation
 from service.rollout.environment import Status, TrajectoryFailed

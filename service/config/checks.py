@@ -15,9 +15,9 @@ from service.config.rollout import MADE_SET
 from service.config.source import Source
 from service.config.tree import Config
 from service.errors import ConfigError
-from service.handoff.batches.advantages import GROUP_ESTIMATORS, TURN_ESTIMATORS, not_by_turn
+from service.handoff.batches.estimators import GROUP_ESTIMATORS, TURN_ESTIMATORS, not_by_turn
 from service.handoff.group_bytes import ITEM_BYTES
-from service.handoff.steps.roles import ROLES, Role
+from service.handoff.steps.values import ROLES, Role
 from service.model_folder import undivided_heads
 from service.store_url import store_url_problem
 from service.user_code import is_module_and_name, malformed_name

@@ -25,7 +25,7 @@ from service.config.section import (
     Section,
     UserPath,
 )
-from service.handoff.steps.reward import MAX_REWARD
+from service.handoff.steps.values import MAX_REWARD
 
 COLDEST, HOTTEST = 0.01, 100.0
 """Lowest and highest temperature in training. vLLM raises a lower temperature to COLDEST, and the trainer could then

@@ -34,7 +34,7 @@ from service.config.section import (
     UserPath,
     Versions,
 )
-from service.handoff.steps.roles import MAX_NAMED, TRAINED
+from service.handoff.steps.values import MAX_NAMED, TRAINED
 from service.model_folder import tools_note
 
 _VALUE = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"

@@ -14,7 +14,7 @@ from math import comb
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from service.handoff.steps.stop_reason import FAILURES
+from service.handoff.steps.values import FAILURES
 
 SAMPLE_SEED = 0
 """Seed of the random choice of prompts that evaluations play; equal in all runs."""

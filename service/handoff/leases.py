@@ -13,8 +13,9 @@ from itertools import islice
 
 import numpy as np
 
-from service.handoff.batches.advantages import NoAdvantage, group_stats, reward_metrics
 from service.handoff.batches.batch import BatchSettings, Formed, form_mini_batch, formed
+from service.handoff.batches.batch_metrics import group_stats, reward_metrics
+from service.handoff.batches.estimators import NoAdvantage
 from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record

@@ -25,7 +25,7 @@ from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.scores import LOGPROBS
 from service.handoff.status import ScorerStatus
-from service.handoff.steps.reward import NEEDED, is_reward
+from service.handoff.steps.values import NEEDED, is_reward
 from service.handoff.validate import LOGPROB_TOLERANCE, MIN_LOGPROB
 from service.types import Float32s, Refusal, RefusalReason, Sender, StepGroup
 

@@ -15,8 +15,7 @@ from service.handoff.curriculum import CurriculumSettings
 from service.handoff.group_bytes import WorstBytes
 from service.handoff.ledger.events import Opened
 from service.handoff.scoring import ScorerSettings
-from service.handoff.steps.limits import Limits
-from service.handoff.steps.roles import ROLES
+from service.handoff.steps.values import ROLES, Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

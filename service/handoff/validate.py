@@ -24,9 +24,7 @@ from numpy.typing import NDArray
 
 from service.columns import columns_of, lengths_of, widened
 from service.handoff.group_bytes import NAME_BYTES, NOTE_BYTES, TRANSCRIPT_BYTES
-from service.handoff.steps.limits import Limits
-from service.handoff.steps.reward import MAX_REWARD
-from service.handoff.steps.roles import ROLES
+from service.handoff.steps.values import MAX_REWARD, ROLES, Limits
 from service.types import NO_VERSION, ROUTE_NATIVELY, Bools, Refusal, RefusalReason, StepGroup, Steps
 
 MAX_NAME_LENGTH = 1024

@@ -17,8 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from service.errors import in_one_line
-from service.handoff.steps.reward import NEEDED
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import NEEDED, StopReason
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.chat.conversation import Conversation, Prompt, generation_of, without_loss
 from service.rollout.chat.frozen import FrozenModels

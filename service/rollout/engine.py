@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from service.config.rollout import GeneratorConfig
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import StopReason
 from service.handoff.validate import LOGPROB_TOLERANCE
 from service.types import Experts, Float32s, Int32s, Int64s
 

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from service.errors import RunFailed
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import StopReason
 from service.rollout.environment import (
     Agent,
     AgentSession,

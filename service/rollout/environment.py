@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 from service.errors import in_one_line, last_lines
-from service.handoff.steps.roles import Role
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import Role, StopReason
 
 MAIN = str(Role.MAIN)
 """Name of the role that has the first turn."""

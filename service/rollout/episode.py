@@ -19,9 +19,7 @@ import numpy as np
 from service.columns import digest
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.prefixes.sharing import longest_prefix
-from service.handoff.steps.reward import is_reward
-from service.handoff.steps.roles import ROLES, packed_roles
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import ROLES, StopReason, is_reward, packed_roles
 from service.rollout.chat.conversation import Prompt, Response
 from service.rollout.engine import Generation
 from service.rollout.environment import MAIN, Task

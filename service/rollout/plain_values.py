@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from service.handoff.steps.reward import NEEDED, is_reward
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import NEEDED, StopReason, is_reward
 from service.rollout.chat.tools import MAX_DEPTH, is_shallow
 from service.rollout.environment import MAIN, Message, StepResult
 from service.rollout.limits import AgentLimits

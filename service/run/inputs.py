@@ -18,7 +18,7 @@ from service.config import (
     ModelConfig,
 )
 from service.errors import UserError
-from service.handoff.steps.limits import Routing
+from service.handoff.steps.values import Routing
 from service.learn.checkpoint import check_parts, read_metadata
 from service.learn.model.adapter_folder import Base, check_adapter
 from service.learn.model.hf_checkpoint import check_weights

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from service.errors import RunFailed
-from service.handoff.steps.stop_reason import FAILURES
+from service.handoff.steps.values import FAILURES
 
 STARVING_SECONDS = 30.0
 """Seconds that the trainer waits for a mini-batch before failures are reported as the reason."""

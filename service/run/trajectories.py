@@ -32,9 +32,8 @@ from service.handoff.ledger.record import Held, Store
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import version_of
 from service.handoff.prefixes.merge import Mode, merge_steps
-from service.handoff.steps.roles import roles_from
-from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import end_objects, step_objects
+from service.handoff.steps.values import StopReason, roles_from
 from service.run.folder import RUNS, TRAJECTORIES, TRAJECTORIES_BYTES, refuse_larger, run_folder
 from service.types import Extension, Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from service.handoff.steps.roles import roles_from
 from service.handoff.steps.tables import end_objects, step_objects
+from service.handoff.steps.values import roles_from
 from service.rollout.environment import Task
 from service.types import StepGroup
 

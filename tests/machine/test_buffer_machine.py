@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from service.handoff.steps.roles import Role, packed_roles
+from service.handoff.steps.values import Role, packed_roles
 from service.handoff.steps.wire import accepted_group
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId

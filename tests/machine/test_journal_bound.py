@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from service.config import Config
 from service.config.core_settings import worst_bytes
-from service.handoff.steps.stop_reason import FAILURES
+from service.handoff.steps.values import FAILURES
 from service.handoff.verbs import Assignment, Wait, WaitReason
 from service.types import Refusal, Step, TrajectoryEnd, TrajectoryId
 from tests.invariant import fingerprint, violations

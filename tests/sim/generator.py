@@ -8,8 +8,7 @@ import numpy as np
 import xxhash
 
 from service.columns import select, token_bytes
-from service.handoff.steps.roles import Role, packed_roles
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import Role, StopReason, packed_roles
 from service.handoff.steps.wire import accepted_group, encode
 from service.handoff.verbs import Assignment, Claim, Receipt, WaitReason
 from service.rollout.step_sinks import StepColumns

@@ -25,7 +25,7 @@ from service.columns import digest
 from service.config import Config
 from service.errors import RunFailed
 from service.handoff.scoring import Answer
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import StopReason
 from service.handoff.steps.wire import accepted_group
 from service.learn.learner import StepReport
 from service.learn.model.sharding import Rows

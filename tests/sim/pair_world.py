@@ -43,8 +43,8 @@ from service.config import Config, load_config
 from service.config.core_settings import message_limits
 from service.errors import BatonError
 from service.handoff.journal.journal import Journal
-from service.handoff.steps.limits import Routing
 from service.handoff.steps.tables import trajectory_ids
+from service.handoff.steps.values import Routing
 from service.handoff.steps.wire import decode, decode_mini_batch
 from service.handoff.verbs import Receipt
 from service.observe.metrics import Metrics

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from service.handoff.steps.roles import Role
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import Role, StopReason
 from service.handoff.verbs import Claim, Receipt
 from service.types import Refusal, RefusalReason, TrajectoryId
 from tests.sim.faults import Faults, FaultyDisk, Network

@@ -10,7 +10,7 @@ from service.errors import BatonError
 from service.handoff.buffer import Buffer
 from service.handoff.ledger.events import Scored, encode
 from service.handoff.ledger.lifecycle import USED, GroupState
-from service.handoff.steps.stop_reason import FAILURES
+from service.handoff.steps.values import FAILURES
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, TrajectoryId
 from tests.invariant import violations
 from tests.sim.measurements import Measurements

@@ -8,7 +8,7 @@ an end is the record that closes a trajectory.
 | `gather` | groups [P] -> `Played`: steps [K] in order, ends [G]     | here                                     |
 | `roles`  | steps [K] -> the same, without loss for untrained roles  | here                                     |
 | `merge`  | steps [K] -> rows [R]                                    | `prefixes.merge`                         |
-| `credit` | `Played` [K], [G] -> advantages [G], by turn [X]         | `advantages`                             |
+| `credit` | `Played` [K], [G] -> advantages [G], by turn [X]         | `credit`                                 |
 | `pack`   | rows [R] -> rows [R] in packing order, with their places | `pack`                                   |
 | `mask`   | rows [R], changed in place -> `Masked`: counts [G]       | here                                     |
 | `cut`    | rows [R] -> the micro-batches of every rank              | `pack.micro_batches`                     |
@@ -30,7 +30,6 @@ from typing import NamedTuple
 import numpy as np
 
 from service.columns import check_choice, concat, lengths_of, select
-from service.handoff.batches.advantages import Credit, ReturnRule, Rule, advantages_of
 from service.handoff.batches.batch_metrics import (
     length_metrics,
     merge_metrics,
@@ -38,13 +37,14 @@ from service.handoff.batches.batch_metrics import (
     token_metrics,
     turn_metrics,
 )
+from service.handoff.batches.credit import Credit, ReturnRule, Rule, advantages_of
 from service.handoff.batches.pack import Layout, choose_placement, micro_batches
 from service.handoff.ledger.lifecycle import Fate
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory, version_of
 from service.handoff.prefixes.merge import Mode, merge_in_order
-from service.handoff.steps.roles import ROLES, TRAINED, Role
 from service.handoff.steps.tables import Played, name_of
+from service.handoff.steps.values import ROLES, TRAINED, Role
 from service.types import NO_VERSION, Int32s, Int64s, MiniBatch, Rows, Steps
 
 
@@ -65,7 +65,7 @@ class BatchSettings:
     train: tuple[str, ...] = TRAINED
     """Roles whose steps carry loss."""
     named_roles: tuple[str, ...] = ()
-    """Roles that have rewards and baselines of their own, in the order of their numbers (`steps.roles`)."""
+    """Roles that have rewards and baselines of their own, in the order of their numbers (`steps.values`)."""
     max_staleness: int | None = None
     """Staleness, in versions, above which a token carries no loss; None: no bound."""
     layout: Layout = "packed"

@@ -1,4 +1,4 @@
-"""Metrics computed while a mini-batch is formed: its merge, row lengths, padded length, turns, staleness, tokens.
+"""Metrics computed while a mini-batch is formed: its rewards, merge, row lengths, padding, turns, staleness, tokens.
 
 `generate/batch_padded_seq_len` is the padded length: the length to which all rows would be padded in one array.
 
@@ -8,14 +8,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from service.columns import lengths_of
 from service.handoff.batches.pack import Placement
+from service.handoff.ledger.events import GroupStats
 from service.handoff.ledger.lifecycle import Fate
 from service.handoff.steps.tables import by_turn, is_truncated_K
-from service.types import Int32s, Int64s, MicroBatch, Rows, Steps
+from service.types import Float64s, Int32s, Int64s, MicroBatch, Rows, Steps
 
 
 def merge_metrics(counts: dict[str, int]) -> dict[str, float]:
@@ -100,4 +103,36 @@ def token_metrics(
         "tokens/stale": stale,
         "tokens/untrained": untrained,
         "tokens/masked": sampled - loss - stale - untrained,
+    }
+
+
+def group_stats(return_G: Float64s, group_G: NDArray[np.integer[Any]]) -> GroupStats:
+    """Counts and sums of the returns of complete groups, from which metrics are made."""
+    low_P = np.full(int(group_G.max(initial=-1)) + 1, np.inf)
+    high_P = -low_P
+    np.minimum.at(low_P, group_G, return_G)
+    np.maximum.at(high_P, group_G, return_G)
+    flat_P = low_P == high_P
+    counts = (flat_P, flat_P & (low_P == 0), flat_P & (low_P == 1))
+    flat, zeros, ones = (int(np.count_nonzero(of_P)) for of_P in counts)
+    return GroupStats(
+        len(low_P), len(return_G), float(return_G.sum()), int(np.count_nonzero(high_P > 0)), flat, zeros, ones
+    )
+
+
+def reward_metrics(trained: GroupStats, filtered: GroupStats | None = None) -> dict[str, float]:
+    """Metrics: the mean return, and the fractions of groups that have a positive return or returns that are all equal.
+
+    `filtered`: groups that filters removed; the metrics count these groups too.
+    """
+    every = trained if filtered is None else trained + filtered
+    if not trained.groups:
+        return {}
+    return {
+        "reward/avg_raw_reward": every.return_sum / every.trajectories,
+        f"reward/avg_pass_at_{round(trained.trajectories / trained.groups)}": every.passed / every.groups,
+        "reward/groups_without_variance": every.flat / every.groups,
+        "reward/groups_all_zero": every.zeros / every.groups,
+        "reward/groups_all_one": every.ones / every.groups,
+        "generate/filtered_groups": float(every.groups - trained.groups),
     }

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.handoff.batches.advantages import Rule, group_stats, returns, teaches
+from service.handoff.batches.batch_metrics import group_stats
+from service.handoff.batches.credit import Rule, returns, teaches
 from service.handoff.ledger.events import Ended, Tried
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.replaying import load_groups
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.steps.roles import TRAINED
-from service.handoff.steps.stop_reason import OVER_LONG
 from service.handoff.steps.tables import Played
+from service.handoff.steps.values import OVER_LONG, TRAINED
 
 
 @dataclass(frozen=True, slots=True)

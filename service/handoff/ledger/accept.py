@@ -21,8 +21,8 @@ from service.handoff.ledger.record import Held, Store, end_bytes
 from service.handoff.ledger.state import Group, Trajectory
 from service.handoff.prefixes.step_equality import same_step
 from service.handoff.prefixes.step_tree import PrefixError, check_references
-from service.handoff.steps.stop_reason import FAILURES
 from service.handoff.steps.tables import end_objects, ends_table, long_note_bytes
+from service.handoff.steps.values import FAILURES
 from service.types import Bools, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
 MAX_FRACTION_NOT_FINITE = 0.01

@@ -25,8 +25,8 @@ from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.scores import rewarded, with_scores
 from service.handoff.steps.builder import steps_table
-from service.handoff.steps.limits import Limits, Routing
 from service.handoff.steps.tables import ends_table, long_note_bytes, said_bytes
+from service.handoff.steps.values import Limits, Routing
 from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 
 

@@ -19,7 +19,7 @@ from service.handoff.ledger.record import Record, Store, cut, end_bytes, expert_
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import Group, State
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.steps.limits import Limits
+from service.handoff.steps.values import Limits
 from service.handoff.steps.wire import decode
 from service.types import PolicyVersion, Refusal, StepGroup
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from service.columns import select
 from service.handoff.ledger.events import Scored
-from service.handoff.steps.roles import ROLES
 from service.handoff.steps.tables import end_of_items, said_steps
+from service.handoff.steps.values import ROLES
 from service.types import Ends, Float64s, Int64s, Steps
 
 LOGPROBS = np.dtype("<f4")

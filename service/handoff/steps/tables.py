@@ -10,7 +10,7 @@ import numpy as np
 
 from service.columns import codes_of, columns_of, lengths_of, offsets_of, select, trajectories
 from service.handoff.group_bytes import NOTE_BYTES, SAID_BYTES
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import StopReason
 from service.types import (
     Bools,
     Ends,

@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from service.columns import columns_of
-from service.handoff.steps.limits import Limits
+from service.handoff.steps.values import Limits
 from service.types import Ends, MicroBatch, MiniBatch, Refusal, RefusalReason, Sender, StepGroup, Steps
 
 MAGIC, VERSION = b"BATN", 5

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
-from service.handoff.steps.limits import NO_ROUTING, Routing
+from service.handoff.steps.values import NO_ROUTING, Routing
 from service.model_folder import experts_of
 
 

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import StopReason
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.engine import Generation
 from service.rollout.environment import Message

@@ -18,7 +18,7 @@ import msgspec
 
 from service.backoff import Backoff, retried
 from service.config.rollout import RoleConfig
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import StopReason
 from service.observe.metrics import Metrics
 from service.rollout.chat.outside import key_header, whole_body
 from service.rollout.engine import Sampling

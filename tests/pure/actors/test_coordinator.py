@@ -26,7 +26,7 @@ from actors.observe.metrics_hub import TARGETS_SECONDS
 from actors.weights.weight_source import TrainerLost
 from service.config import load_config
 from service.errors import RunFailed
-from service.handoff.steps.limits import Routing
+from service.handoff.steps.values import Routing
 from service.handoff.verbs import Wait, WaitReason
 from service.learn.learner import StepReport
 from service.run.folder import SUMMARY, TARGETS, warmed_model, write_address

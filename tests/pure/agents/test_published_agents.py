@@ -15,7 +15,7 @@ from service.agents.call_roles import roles_of
 from service.agents.command_process import Finished
 from service.agents.commands import AgentRunner
 from service.config.command import CommandConfig
-from service.handoff.steps.roles import Role
+from service.handoff.steps.values import Role
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, Task
 from tests.pure.agents.endpoint import House, opened, whole

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from service.agents.call_roles import roles_of
-from service.handoff.steps.roles import Role
+from service.handoff.steps.values import Role
 from service.rollout.chat.chat import Chat
 from tests.pure.agents.endpoint import opened, whole
 from tests.pure.agents.own_environment import IN_TIME, printed_by, python_with

@@ -18,7 +18,7 @@ from service.agents.reply_parser import JsonCalls, Reply
 from service.agents.session import Session, kept_transcript
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.steps.builder import steps_table
-from service.handoff.steps.roles import ROLES, Role, packed_roles
+from service.handoff.steps.values import ROLES, Role, packed_roles
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Response
 from service.rollout.plain_values import NotAllowed

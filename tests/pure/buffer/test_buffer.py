@@ -6,7 +6,7 @@ import pytest
 
 from service.config.core_settings import worst_bytes
 from service.errors import RunFailed
-from service.handoff.batches.advantages import ESTIMATORS
+from service.handoff.batches.estimators import ESTIMATORS
 from service.handoff.steps import wire
 from service.handoff.steps.tables import step_objects
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason

@@ -19,8 +19,8 @@ from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.state import MESSAGES_REMEMBERED
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.sharing import shared_form
-from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.tables import row_objects
+from service.handoff.steps.values import Role, packed_roles
 from service.handoff.verbs import Receipt
 from service.types import Extension, Int32s, Refusal, RefusalReason, Sender, Step, TrajectoryEnd, TrajectoryId
 from tests.invariant import fingerprint

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.handoff.steps.stop_reason import FAILURES, StopReason
+from service.handoff.steps.values import FAILURES, StopReason
 from service.handoff.verbs import Assignment, Receipt
 from service.types import MiniBatch, TrajectoryEnd, TrajectoryId
 from tests.invariant import fingerprint, violations

@@ -9,8 +9,8 @@ import pytest
 
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.ledger.lifecycle import Fate
-from service.handoff.steps.roles import ROLES, Role, packed_roles
 from service.handoff.steps.tables import end_objects
+from service.handoff.steps.values import ROLES, Role, packed_roles
 from service.handoff.verbs import Receipt
 from service.types import MiniBatch, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
 from tests.invariant import violations

@@ -12,7 +12,7 @@ import pytest
 from service.handoff.ledger.compaction import make_room
 from service.handoff.scoring import Answer
 from service.handoff.steps import wire
-from service.handoff.steps.reward import MAX_REWARD
+from service.handoff.steps.values import MAX_REWARD
 from service.handoff.verbs import Wait
 from service.run.repeated_failures import FailureWatch
 from service.run.teachers import teachers_of

@@ -7,7 +7,7 @@ import pytest
 
 from service.config import Config, check, check_paths, load, load_config
 from service.errors import ConfigError, UserError
-from service.handoff.batches.advantages import ESTIMATORS, GROUP_ESTIMATORS
+from service.handoff.batches.estimators import ESTIMATORS, GROUP_ESTIMATORS
 
 QUICKSTART = Path("configs/quickstart.yaml")
 AGENT = ["env.name=agent", "env.command=[codex]"]
@@ -194,7 +194,7 @@ def test_a_path_that_no_system_can_open_is_named(name: str, setting: str) -> Non
 
 
 def test_the_estimators_that_may_stand_in_a_configuration_are_those_that_are_registered() -> None:
-    own = {name for name, function in ESTIMATORS.items() if function.__module__ == "service.handoff.batches.advantages"}
+    own = {name for name, function in ESTIMATORS.items() if function.__module__ == "service.handoff.batches.estimators"}
     assert {*GROUP_ESTIMATORS} == own
 
 

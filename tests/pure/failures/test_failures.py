@@ -13,7 +13,7 @@ from hypothesis.strategies import characters, text
 
 from service.cli.parser import main
 from service.errors import UNSAFE, RunFailed, in_one_line, printable
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import StopReason
 from service.run.phases import say
 from service.run.repeated_failures import RECENT_STEPS, STARVING_SECONDS, FailureWatch
 from service.run.writer import RunWriter

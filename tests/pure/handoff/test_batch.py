@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.handoff.batches.advantages import Rule
 from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch
+from service.handoff.batches.credit import Rule
 from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.batches.pack import Layout, in_bins, micro_batches, place
 from service.handoff.ledger.events import Ended, GroupStats
@@ -15,8 +15,8 @@ from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
-from service.handoff.steps.stop_reason import OVER_LONG
 from service.handoff.steps.tables import ends_table
+from service.handoff.steps.values import OVER_LONG
 from service.handoff.steps.wire import decode_mini_batch, encode_mini_batch
 from service.types import MicroBatch, PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.handoff.worlds import end, episode, shared, step

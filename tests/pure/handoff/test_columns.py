@@ -34,7 +34,7 @@ from service.handoff.prefixes.sharing import shared_form
 from service.handoff.prefixes.step_equality import in_order
 from service.rollout.step_sinks import StepColumns
 from service.columns import concat
-from service.handoff.steps.limits import Limits
+from service.handoff.steps.values import Limits
 from service.handoff.validate import refusal
 from service.handoff.steps.wire import decode, decode_mini_batch, encode, encode_mini_batch
 from service.types import Sender, Step, TrajectoryEnd, TrajectoryId

@@ -14,8 +14,9 @@ from service.config.checks import problems
 from service.config.learn import AlgorithmConfig
 from service.config.tree import Config
 from service.errors import UserError
-from service.handoff.batches.advantages import ESTIMATORS, TURN_ESTIMATORS, Credit, Rule, advantages, turn_advantages
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.batches.credit import Credit, Rule, turn_advantages
+from service.handoff.batches.estimators import ESTIMATORS, TURN_ESTIMATORS, advantages
 from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from service.errors import UserError
-from service.handoff.batches.advantages import advantages
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.batches.estimators import advantages
 from service.handoff.batches.groups import complete_groups
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory

@@ -14,7 +14,7 @@ import xxhash
 
 from service.columns import select
 from service.handoff.steps.builder import step_group, steps_table
-from service.handoff.steps.limits import Routing
+from service.handoff.steps.values import Routing
 from service.handoff.steps.wire import PREFIX, VERSION, decode, encode
 from service.handoff.validate import MIN_LOGPROB, refusal
 from service.types import (

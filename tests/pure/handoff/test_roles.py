@@ -7,25 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from service.handoff.batches.advantages import (
-    GROUP_ESTIMATORS,
-    TURN_ESTIMATORS,
-    Credit,
-    ReturnRule,
-    Rule,
-    advantages,
-    returns,
-    turn_advantages,
-)
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.batches.credit import Credit, ReturnRule, Rule, returns, turn_advantages
+from service.handoff.batches.estimators import GROUP_ESTIMATORS, TURN_ESTIMATORS, advantages
 from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.ledger.events import Scored
 from service.handoff.ledger.scores import CompleteGroup, with_scores
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import step_group, steps_table
-from service.handoff.steps.reward import MAX_REWARD
-from service.handoff.steps.roles import TRAINED, packed_roles
 from service.handoff.steps.tables import Played, end_objects, ends_table
+from service.handoff.steps.values import MAX_REWARD, TRAINED, packed_roles
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
 from service.types import Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId

@@ -10,7 +10,8 @@ import pytest
 from service.config import Config
 from service.config.core_settings import batch_settings, filter_settings
 from service.errors import ConfigError, UserError
-from service.handoff.batches.advantages import ESTIMATORS, NoAdvantage, advantages, estimator, returns
+from service.handoff.batches.credit import returns
+from service.handoff.batches.estimators import ESTIMATORS, NoAdvantage, advantages, estimator
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import Played, ends_table
 from service.types import Float64s, Int64s, TrajectoryId
@@ -70,7 +71,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     """A module of the user's that registers estimators."""
     (tmp_path / "my_estimators.py").write_text(
         "import numpy as np\n"
-        "from service.handoff.batches.advantages import estimator\n"
+        "from service.handoff.batches.estimators import estimator\n"
         "@estimator('mine')\n"
         "def mine(returns_G, group_G):\n"
         "    return returns_G - returns_G.max()\n"

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from service.columns import digest
-from service.handoff.steps.limits import Limits
+from service.handoff.steps.values import Limits
 from service.types import Extension, Int32s, Sender, Step, TrajectoryEnd, TrajectoryId
 
 SENDER = Sender("generator-0", 1, 0)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from service.config.tree import ModelConfig
-from service.handoff.batches.advantages import Credit
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.batches.credit import Credit
 from service.handoff.batches.pack import prefix_order
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory

@@ -12,7 +12,7 @@ from baton.examples import lookup
 from baton.examples.lookup import Lookup
 from service.columns import digest, widened
 from service.config.rollout import EnvConfig, GeneratorConfig
-from service.handoff.steps.reward import MAX_REWARD
+from service.handoff.steps.values import MAX_REWARD
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Generation, Sampling

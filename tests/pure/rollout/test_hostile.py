@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import StopReason
 from service.rollout.agent_loop import run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.env_guard import EnvGuard, LeakedTasks

@@ -11,7 +11,7 @@ from baton.examples import lookup, reading, solver_verifier
 from baton.examples.reading import Reading
 from baton.examples.solver_verifier import RIGHT, VERIFIER, WRONG, SolverVerifier
 from service.handoff.prefixes.merge import merge_steps
-from service.handoff.steps.roles import roles_from
+from service.handoff.steps.values import roles_from
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.environment import Task

@@ -15,9 +15,8 @@ from aiohttp import web
 from service.backoff import Backoff
 from service.config.rollout import RoleConfig, ScorerConfig
 from service.errors import UserError
-from service.handoff.steps.reward import MAX_REWARD
-from service.handoff.steps.roles import roles_from
 from service.handoff.steps.tables import step_objects
+from service.handoff.steps.values import MAX_REWARD, roles_from
 from service.rollout.agent_loop import run_trajectory
 from service.rollout.chat import frozen
 from service.rollout.chat.chat import Chat

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from service.errors import RunFailed
-from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.values import StopReason
 from service.rollout.agent_loop import Played
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode

@@ -1,21 +1,4 @@
-"""Credit: turns rewards into one advantage per trajectory, or one per turn.
-
-`G` runs over trajectories; a group is the trajectories of one prompt. With r a trajectory's return, m and s the mean
-and the sample standard deviation of its group's returns, n the size of its group:
-
-| estimator            | advantage                          | zero variance | group of one |
-|----------------------|------------------------------------|---------------|--------------|
-| `grpo`               | (r - m) / (s + 1e-6)               | 0             | r / (1 + 1e-6) |
-| `grpo_no_std`        | r - m                              | 0             | r            |
-| `rloo`               | (r - m) n / (n - 1)                | 0             | 0            |
-| `maxrl`              | (r - m) / (m + 1e-6); 0 where that is 0 / 0 or x / 0 | 0 | r       |
-| `reinforce++_baseline` | x = r - m, then (x - mean) / (std + 1e-8) over the mini-batch | 0 if in all groups | x = r |
-
-MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every advantage has the
-opposite sign, and with m = 0 (rewards 1 and -1) advantages are a million times the rewards, as in the publication.
-
-If a group continues without some trajectories, n counts the remaining ones. Groups of one follow the published
-definitions, in which nothing is subtracted; the configuration refuses groups of one.
+"""Credit: turns rewards into one advantage per trajectory, or one per turn, by the estimators of `estimators`.
 
 **By turn** (`credit`; `T` turns, `K` the turns of all trajectories, one trajectory after the other): the value of turn
 t is the whole return, or with `return_to_go` r_t + gamma r_(t+1) + gamma^2 r_(t+2) + ... The baseline of turn t is the
@@ -40,8 +23,7 @@ trajectory of a group has a role, there is no baseline, and the estimators that 
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -49,28 +31,25 @@ from numpy.typing import ArrayLike, NDArray
 
 from service.columns import check_choice, codes_of, lengths_of, offsets_of
 from service.errors import UserError
-from service.handoff.ledger.events import GroupStats
-from service.handoff.steps.roles import ROLES, Role
+from service.handoff.batches.batch_metrics import group_stats, reward_metrics
+from service.handoff.batches.estimators import (
+    EPSILON,
+    FINITE,
+    GROUP_ESTIMATORS,
+    TURN_ESTIMATORS,
+    NoAdvantage,
+    advantages,
+    deviation,
+    grpo_no_std,
+    not_by_turn,
+    rloo,
+)
 from service.handoff.steps.tables import Played
+from service.handoff.steps.values import ROLES, Role
 from service.types import Bools, Float32s, Float64s, Int32s, Int64s
-
-EPSILON = 1e-6
-WHITEN_EPSILON = 1e-8
-
-FINITE = float(np.finfo(np.float32).max)
-"""Largest magnitude of an advantage, so that it stays finite in float32."""
 
 ReturnRule = Literal["last", "sum"]
 Credit = Literal["trajectory", "return_to_go"]
-Estimator = Callable[[Float64s, Int64s], Float64s]
-"""A function that computes `advantage_G` from `return_G` and the number of each trajectory's group (`group_G`)."""
-
-ESTIMATORS: dict[str, Estimator] = {}
-
-GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline")
-"""Estimators that compare the trajectories of a group."""
-TURN_ESTIMATORS = ("grpo", "grpo_no_std", "rloo")
-"""Estimators that can also compute one advantage per turn."""
 
 
 class Rule(NamedTuple):
@@ -87,15 +66,6 @@ class Rule(NamedTuple):
     def by_turn(self) -> bool:
         """Whether the turns of one trajectory may have different advantages."""
         return self.credit != "trajectory" or bool(self.named)
-
-
-class NoAdvantage(UserError):
-    """Raised if an estimator gives some trajectories no finite advantage."""
-
-    def __init__(self, message: str, trajectories: list[int]) -> None:
-        super().__init__(message)
-        self.trajectories = trajectories
-        """Positions of the trajectories without a finite advantage in `return_G`."""
 
 
 class Advantages(NamedTuple):
@@ -151,38 +121,6 @@ def returns(played: Played, rule: ReturnRule) -> Float64s:
         return played.ends.reward_E
     own_K = np.where(played.role_K < len(ROLES), played.reward_K, 0.0)
     return np.bincount(played.end_K, own_K, minlength=len(played.ends)).astype(np.float64)
-
-
-def group_stats(return_G: Float64s, group_G: NDArray[np.integer[Any]]) -> GroupStats:
-    """Counts and sums of the returns of complete groups, from which metrics are made."""
-    low_P = np.full(int(group_G.max(initial=-1)) + 1, np.inf)
-    high_P = -low_P
-    np.minimum.at(low_P, group_G, return_G)
-    np.maximum.at(high_P, group_G, return_G)
-    flat_P = low_P == high_P
-    counts = (flat_P, flat_P & (low_P == 0), flat_P & (low_P == 1))
-    flat, zeros, ones = (int(np.count_nonzero(of_P)) for of_P in counts)
-    return GroupStats(
-        len(low_P), len(return_G), float(return_G.sum()), int(np.count_nonzero(high_P > 0)), flat, zeros, ones
-    )
-
-
-def reward_metrics(trained: GroupStats, filtered: GroupStats | None = None) -> dict[str, float]:
-    """Metrics: the mean return, and the fractions of groups that have a positive return or returns that are all equal.
-
-    `filtered`: groups that filters removed; the metrics count these groups too.
-    """
-    every = trained if filtered is None else trained + filtered
-    if not trained.groups:
-        return {}
-    return {
-        "reward/avg_raw_reward": every.return_sum / every.trajectories,
-        f"reward/avg_pass_at_{round(trained.trajectories / trained.groups)}": every.passed / every.groups,
-        "reward/groups_without_variance": every.flat / every.groups,
-        "reward/groups_all_zero": every.zeros / every.groups,
-        "reward/groups_all_one": every.ones / every.groups,
-        "generate/filtered_groups": float(every.groups - trained.groups),
-    }
 
 
 # -- by role ----------------------------------------------------------------------------------------------------------
@@ -249,109 +187,6 @@ def _role_metrics(part: Part, advantage_X: Float64s, prompt_X: Int32s) -> dict[s
         f"role/{part.role}/turns": len(part.place_X) / len(part.number_V),
         f"role/{part.role}/groups_without_credit": float((moved_P[spoke_P > 0] == 0).mean()) if len(spoke_P) else 0.0,
     }
-
-
-# -- estimators -------------------------------------------------------------------------------------------------------
-
-
-def estimator(name: str) -> Callable[[Estimator], Estimator]:
-    """A decorator that registers an estimator by name; `algorithm.estimator: module:name` imports the module first."""
-
-    def register(function: Estimator) -> Estimator:
-        if name in ESTIMATORS:
-            raise ValueError(f"there is an estimator {name!r} already")
-        ESTIMATORS[name] = function
-        return function
-
-    return register
-
-
-def advantages(estimator: str, return_G: ArrayLike, prompt_uids_G: Sequence[Any] | NDArray[Any]) -> Float64s:
-    """One advantage per trajectory; trajectories with the same prompt uid are a group, in any order.
-
-    Raises:
-        ValueError: a return is not finite, or returns and prompt uids differ in number.
-        NoAdvantage: the estimator gave a value that is not finite.
-        UserError: the estimator is unknown, or did not give one advantage per trajectory.
-
-    >>> advantages("rloo", [1.0, 0.0, 0.0, 5.0, 5.0], ["a", "a", "a", "b", "b"]).tolist()
-    [1.0, -0.5, -0.5, 0.0, 0.0]
-    """
-    if (function := ESTIMATORS.get(estimator)) is None:
-        near = difflib.get_close_matches(estimator.lower(), ESTIMATORS, n=1)
-        meant = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ESTIMATORS)}"
-        raise UserError(f"no estimator is named {estimator!r}; {meant}")
-    returns = np.array(return_G, np.float64)  # a copy, which an estimator may change
-    if returns.shape != (len(prompt_uids_G),):
-        raise ValueError(f"returns of shape {returns.shape} for {len(prompt_uids_G)} prompt uids")
-    if not (finite_G := np.isfinite(returns)).all():
-        raise ValueError(f"return_G[{finite_G.argmin()}] is {returns[finite_G.argmin()]}, not a finite number")
-    advantage_G = np.asarray(function(returns, codes_of(prompt_uids_G)[1].astype(np.int64)), np.float64)
-    problem = f"algorithm.estimator: {estimator!r} gave no finite number for each of {len(returns)} trajectories"
-    if advantage_G.shape != returns.shape:
-        raise UserError(f"{problem} (shape {advantage_G.shape})")
-    if not (fine_G := np.abs(advantage_G) <= FINITE).all():
-        g = int(fine_G.argmin())
-        raise NoAdvantage(f"{problem}: number {g} has {advantage_G[g]}", np.flatnonzero(~fine_G).tolist())
-    return advantage_G
-
-
-@estimator("grpo")
-def grpo(return_G: Float64s, group_G: Int64s) -> Float64s:
-    """The return minus the group's mean, in standard deviations of the group (arXiv 2402.03300)."""
-    return np.asarray(grpo_no_std(return_G, group_G) / (deviation(return_G, group_G) + EPSILON))
-
-
-def deviation(return_G: Float64s, group_G: Int64s) -> Float64s:
-    """Sample standard deviation of the returns of each trajectory's group; 1 for a group of one."""
-    count_G, mean_G = _baseline(return_G, group_G)
-    squares_P = np.bincount(group_G, (return_G - mean_G) ** 2)
-    return np.where(count_G > 1, np.sqrt(squares_P[group_G] / np.maximum(count_G - 1, 1)), 1.0)
-
-
-@estimator("grpo_no_std")
-def grpo_no_std(return_G: Float64s, group_G: Int64s) -> Float64s:
-    """The return minus the group's mean (arXiv 2503.20783)."""
-    return np.asarray(return_G - _baseline(return_G, group_G)[1])
-
-
-@estimator("rloo")
-def rloo(return_G: Float64s, group_G: Int64s) -> Float64s:
-    """The return minus the mean return of the group's other trajectories (arXiv 2402.14740)."""
-    count_G, mean_G = _baseline(return_G, group_G)
-    scaled_G = (return_G - mean_G) * count_G / np.maximum(count_G - 1, 1)
-    return np.where(count_G > 1, scaled_G, 0.0)
-
-
-@estimator("maxrl")
-def maxrl(return_G: Float64s, group_G: Int64s) -> Float64s:
-    """The return minus the group's mean, divided by the group's mean (arXiv 2602.02710)."""
-    count_G, mean_G = _baseline(return_G, group_G)
-    below_G = mean_G + EPSILON
-    scaled_G = np.divide(return_G - mean_G, below_G, out=np.zeros_like(return_G), where=below_G != 0)
-    return np.where(count_G > 1, scaled_G, return_G)
-
-
-@estimator("reinforce++_baseline")
-def reinforce_plus_plus_baseline(return_G: Float64s, group_G: Int64s) -> Float64s:
-    """The return minus the group's mean, whitened over the mini-batch (arXiv 2501.03262)."""
-    distance_G = return_G - _baseline(return_G, group_G)[1]
-    if len(distance_G) < 2:
-        return distance_G
-    return np.asarray((distance_G - distance_G.mean()) / (distance_G.std(ddof=1) + WHITEN_EPSILON))
-
-
-def _baseline(return_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:
-    """The size and the mean return of each trajectory's group; the mean is 0 for a group of one.
-
-    If all returns of a group are equal, their mean is exactly this return, so that all advantages are exactly 0.
-    """
-    count_P = np.bincount(group_G)
-    first_P = np.zeros(len(count_P))
-    first_P[group_G[::-1]] = return_G[::-1]
-    above_P = np.bincount(group_G, return_G - first_P[group_G]) / np.maximum(count_P, 1)
-    mean_P = np.where(count_P > 1, first_P + above_P, 0.0)
-    return count_P[group_G], mean_P[group_G]
 
 
 # -- by turn ----------------------------------------------------------------------------------------------------------
@@ -425,12 +260,3 @@ def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, 
     if not (fine_G := (np.abs(advantage_GT) <= FINITE).all(axis=1)).all():
         raise NoAdvantage("a turn has no finite advantage", np.flatnonzero(~fine_G).tolist())
     return np.asarray(advantage_GT[alive_GT])
-
-
-def not_by_turn(estimator: str) -> str:
-    """The error message for an estimator that is not in `TURN_ESTIMATORS`: why it cannot be used per turn."""
-    return {
-        "maxrl": "divides by the mean return, which at later turns may be 0 or belong to few trajectories",
-        "reinforce++_baseline": "whitens over the mini-batch, so that an advantage depends on how many turns all other "
-        "trajectories have",
-    }.get(estimator, "is defined on whole returns only") + f"; use {', '.join(TURN_ESTIMATORS)}"

@@ -1,0 +1,167 @@
+"""Estimators: turn the returns of a mini-batch's trajectories into advantages.
+
+`G` runs over trajectories; a group is the trajectories of one prompt. With r a trajectory's return, m and s the mean
+and the sample standard deviation of its group's returns, n the size of its group:
+
+| estimator            | advantage                          | zero variance | group of one |
+|----------------------|------------------------------------|---------------|--------------|
+| `grpo`               | (r - m) / (s + 1e-6)               | 0             | r / (1 + 1e-6) |
+| `grpo_no_std`        | r - m                              | 0             | r            |
+| `rloo`               | (r - m) n / (n - 1)                | 0             | 0            |
+| `maxrl`              | (r - m) / (m + 1e-6); 0 where that is 0 / 0 or x / 0 | 0 | r       |
+| `reinforce++_baseline` | x = r - m, then (x - mean) / (std + 1e-8) over the mini-batch | 0 if in all groups | x = r |
+
+MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every advantage has the
+opposite sign, and with m = 0 (rewards 1 and -1) advantages are a million times the rewards, as in the publication.
+
+If a group continues without some trajectories, n counts the remaining ones. Groups of one follow the published
+definitions, in which nothing is subtracted; the configuration refuses groups of one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from service.columns import codes_of
+from service.errors import UserError
+from service.types import Float64s, Int64s
+
+EPSILON = 1e-6
+WHITEN_EPSILON = 1e-8
+
+FINITE = float(np.finfo(np.float32).max)
+"""Largest magnitude of an advantage, so that it stays finite in float32."""
+
+
+Estimator = Callable[[Float64s, Int64s], Float64s]
+"""A function that computes `advantage_G` from `return_G` and the number of each trajectory's group (`group_G`)."""
+
+ESTIMATORS: dict[str, Estimator] = {}
+
+GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline")
+"""Estimators that compare the trajectories of a group."""
+TURN_ESTIMATORS = ("grpo", "grpo_no_std", "rloo")
+"""Estimators that can also compute one advantage per turn."""
+
+
+class NoAdvantage(UserError):
+    """Raised if an estimator gives some trajectories no finite advantage."""
+
+    def __init__(self, message: str, trajectories: list[int]) -> None:
+        super().__init__(message)
+        self.trajectories = trajectories
+        """Positions of the trajectories without a finite advantage in `return_G`."""
+
+
+def estimator(name: str) -> Callable[[Estimator], Estimator]:
+    """A decorator that registers an estimator by name; `algorithm.estimator: module:name` imports the module first."""
+
+    def register(function: Estimator) -> Estimator:
+        if name in ESTIMATORS:
+            raise ValueError(f"there is an estimator {name!r} already")
+        ESTIMATORS[name] = function
+        return function
+
+    return register
+
+
+def advantages(estimator: str, return_G: ArrayLike, prompt_uids_G: Sequence[Any] | NDArray[Any]) -> Float64s:
+    """One advantage per trajectory; trajectories with the same prompt uid are a group, in any order.
+
+    Raises:
+        ValueError: a return is not finite, or returns and prompt uids differ in number.
+        NoAdvantage: the estimator gave a value that is not finite.
+        UserError: the estimator is unknown, or did not give one advantage per trajectory.
+
+    >>> advantages("rloo", [1.0, 0.0, 0.0, 5.0, 5.0], ["a", "a", "a", "b", "b"]).tolist()
+    [1.0, -0.5, -0.5, 0.0, 0.0]
+    """
+    if (function := ESTIMATORS.get(estimator)) is None:
+        near = difflib.get_close_matches(estimator.lower(), ESTIMATORS, n=1)
+        meant = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ESTIMATORS)}"
+        raise UserError(f"no estimator is named {estimator!r}; {meant}")
+    returns = np.array(return_G, np.float64)  # a copy, which an estimator may change
+    if returns.shape != (len(prompt_uids_G),):
+        raise ValueError(f"returns of shape {returns.shape} for {len(prompt_uids_G)} prompt uids")
+    if not (finite_G := np.isfinite(returns)).all():
+        raise ValueError(f"return_G[{finite_G.argmin()}] is {returns[finite_G.argmin()]}, not a finite number")
+    advantage_G = np.asarray(function(returns, codes_of(prompt_uids_G)[1].astype(np.int64)), np.float64)
+    problem = f"algorithm.estimator: {estimator!r} gave no finite number for each of {len(returns)} trajectories"
+    if advantage_G.shape != returns.shape:
+        raise UserError(f"{problem} (shape {advantage_G.shape})")
+    if not (fine_G := np.abs(advantage_G) <= FINITE).all():
+        g = int(fine_G.argmin())
+        raise NoAdvantage(f"{problem}: number {g} has {advantage_G[g]}", np.flatnonzero(~fine_G).tolist())
+    return advantage_G
+
+
+@estimator("grpo")
+def grpo(return_G: Float64s, group_G: Int64s) -> Float64s:
+    """The return minus the group's mean, in standard deviations of the group (arXiv 2402.03300)."""
+    return np.asarray(grpo_no_std(return_G, group_G) / (deviation(return_G, group_G) + EPSILON))
+
+
+def deviation(return_G: Float64s, group_G: Int64s) -> Float64s:
+    """Sample standard deviation of the returns of each trajectory's group; 1 for a group of one."""
+    count_G, mean_G = _baseline(return_G, group_G)
+    squares_P = np.bincount(group_G, (return_G - mean_G) ** 2)
+    return np.where(count_G > 1, np.sqrt(squares_P[group_G] / np.maximum(count_G - 1, 1)), 1.0)
+
+
+@estimator("grpo_no_std")
+def grpo_no_std(return_G: Float64s, group_G: Int64s) -> Float64s:
+    """The return minus the group's mean (arXiv 2503.20783)."""
+    return np.asarray(return_G - _baseline(return_G, group_G)[1])
+
+
+@estimator("rloo")
+def rloo(return_G: Float64s, group_G: Int64s) -> Float64s:
+    """The return minus the mean return of the group's other trajectories (arXiv 2402.14740)."""
+    count_G, mean_G = _baseline(return_G, group_G)
+    scaled_G = (return_G - mean_G) * count_G / np.maximum(count_G - 1, 1)
+    return np.where(count_G > 1, scaled_G, 0.0)
+
+
+@estimator("maxrl")
+def maxrl(return_G: Float64s, group_G: Int64s) -> Float64s:
+    """The return minus the group's mean, divided by the group's mean (arXiv 2602.02710)."""
+    count_G, mean_G = _baseline(return_G, group_G)
+    below_G = mean_G + EPSILON
+    scaled_G = np.divide(return_G - mean_G, below_G, out=np.zeros_like(return_G), where=below_G != 0)
+    return np.where(count_G > 1, scaled_G, return_G)
+
+
+@estimator("reinforce++_baseline")
+def reinforce_plus_plus_baseline(return_G: Float64s, group_G: Int64s) -> Float64s:
+    """The return minus the group's mean, whitened over the mini-batch (arXiv 2501.03262)."""
+    distance_G = return_G - _baseline(return_G, group_G)[1]
+    if len(distance_G) < 2:
+        return distance_G
+    return np.asarray((distance_G - distance_G.mean()) / (distance_G.std(ddof=1) + WHITEN_EPSILON))
+
+
+def _baseline(return_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:
+    """The size and the mean return of each trajectory's group; the mean is 0 for a group of one.
+
+    If all returns of a group are equal, their mean is exactly this return, so that all advantages are exactly 0.
+    """
+    count_P = np.bincount(group_G)
+    first_P = np.zeros(len(count_P))
+    first_P[group_G[::-1]] = return_G[::-1]
+    above_P = np.bincount(group_G, return_G - first_P[group_G]) / np.maximum(count_P, 1)
+    mean_P = np.where(count_P > 1, first_P + above_P, 0.0)
+    return count_P[group_G], mean_P[group_G]
+
+
+def not_by_turn(estimator: str) -> str:
+    """The error message for an estimator that is not in `TURN_ESTIMATORS`: why it cannot be used per turn."""
+    return {
+        "maxrl": "divides by the mean return, which at later turns may be 0 or belong to few trajectories",
+        "reinforce++_baseline": "whitens over the mini-batch, so that an advantage depends on how many turns all other "
+        "trajectories have",
+    }.get(estimator, "is defined on whole returns only") + f"; use {', '.join(TURN_ESTIMATORS)}"
