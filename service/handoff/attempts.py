@@ -63,7 +63,7 @@ class Attempts:
         if len(others) < 2:
             return False
         self._record.add(events.GivenUp(group_id, samples, reason))
-        examine(self._record, self._filters, [group_id])
+        examine(self._record, self._filters)
         return True
 
     def end_overdue_groups(self, now: float) -> None:

@@ -16,7 +16,7 @@ from service.clock import Clock
 from service.errors import RunFailed
 from service.handoff.admission import Admission
 from service.handoff.attempts import RUN_END, Attempts
-from service.handoff.batches.batch import Formed
+from service.handoff.batches.batch import BatchResult
 from service.handoff.batches.filters import examine
 from service.handoff.claims import Claims
 from service.handoff.curriculum import Curriculum
@@ -83,9 +83,7 @@ class Buffer:
         self._duplicates = 0
         self._late = 0
         self._examines = settings.filters.any
-        groups = self.ledger.state.groups.items()
-        unused = [group_id for group_id, group in groups if not group.lease_count and not group.rolled_back]
-        examine(self._record, self._settings.filters, unused)
+        examine(self._record, settings.filters)
 
     # -- the five verbs -----------------------------------------------------------------------------------------------
 
@@ -145,7 +143,7 @@ class Buffer:
             data = encode(kept)
         self._record.accept(data, message, new.additions)
         if self._examines:
-            examine(self._record, self._settings.filters, {addition.group_id for addition in new.additions})
+            examine(self._record, self._settings.filters)
         self._restart_failed(message)
         return Receipt(late=new.late)
 
@@ -174,7 +172,7 @@ class Buffer:
             return self._waits.begin("trainer", *why)
         return self._leases.begin(trainer_incarnation)
 
-    def finish_lease(self, job: BatchJob, made: Formed | list[int]) -> MiniBatch | Wait | Refusal:
+    def finish_lease(self, job: BatchJob, made: BatchResult | list[int]) -> MiniBatch | Wait | Refusal:
         """Lease the mini-batch that a job formed. If the trainer, the version or a group changed while the job ran,
         form another mini-batch at once, in this thread.
 

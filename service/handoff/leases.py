@@ -1,6 +1,6 @@
 """Leases: which groups the next mini-batch takes, and when a lease ends.
 
-begin() -> BatchJob -- run() --> Formed -> finish() -> MiniBatch, and the event Leased
+begin() -> BatchJob -- run() --> BatchResult -> finish() -> MiniBatch, and the event Leased
 
 The job may run in another thread; the mini-batch is leased after it. A lease ends with a commit, or it is released: by
 its trainer, by a new trainer, or at its deadline (`buffer.lease_deadline`).
@@ -13,7 +13,7 @@ from itertools import islice
 
 import numpy as np
 
-from service.handoff.batches.batch import BatchSettings, Formed, form_mini_batch, formed
+from service.handoff.batches.batch import BatchResult, BatchSettings, form_mini_batch, formed
 from service.handoff.batches.batch_metrics import group_stats, reward_metrics
 from service.handoff.batches.estimators import NoAdvantage
 from service.handoff.ledger import events
@@ -38,7 +38,7 @@ class BatchJob:
     history: VersionHistory
     settings: BatchSettings
 
-    def run(self) -> Formed | list[int]:
+    def run(self) -> BatchResult | list[int]:
         """Form the mini-batch: merge steps, compute advantages, pack rows, mask tokens. If the estimator gives some
         groups no finite advantage, return their group_ids instead."""
         try:
@@ -69,7 +69,7 @@ class Leases:
                 raise ValueError(f"group {group_id} is to be leased and is {state.groups[group_id].state}")
         return self._job(state.next_lease, trainer_incarnation, group_ids)
 
-    def finish(self, job: BatchJob, made: Formed) -> MiniBatch | None:
+    def finish(self, job: BatchJob, made: BatchResult) -> MiniBatch | None:
         """Lease the mini-batch that the job formed, and return it; None if the newest version or one of the groups
         changed while the job ran."""
         ledger = self._record.ledger

@@ -159,7 +159,7 @@ class Scoring:
 
     def _add(self, event: events.Scored) -> None:
         self._record.add(event)
-        examine(self._record, self._filters, [event.group_id])
+        examine(self._record, self._filters)
 
     def _wrong(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
         """Why a scorer's answer cannot be used; None if it can."""

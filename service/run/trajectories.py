@@ -28,7 +28,7 @@ from service.columns import offsets_of, select
 from service.config import Config
 from service.errors import UserError, in_one_line
 from service.handoff.ledger.events import Ended
-from service.handoff.ledger.record import Held, Store
+from service.handoff.ledger.record import GroupData, Store
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import version_of
 from service.handoff.prefixes.merge import Mode, merge_steps
@@ -231,7 +231,7 @@ def _untrained(fate: str, reason: str, end: TrajectoryEnd | None, at: PolicyVers
     }
 
 
-def _stored(held: Held, sample: int) -> tuple[list[Step], TrajectoryEnd | None]:
+def _stored(held: GroupData, sample: int) -> tuple[list[Step], TrajectoryEnd | None]:
     """The steps of a sample before the first missing step, and the record that ends the trajectory, if the buffer has
     it."""
     steps = [step for table in held.steps_of(sample) for step in step_objects(table)]

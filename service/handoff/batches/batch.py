@@ -10,7 +10,7 @@ an end is the record that closes a trajectory.
 | `merge`  | steps [K] -> rows [R]                                    | `prefixes.merge`                         |
 | `credit` | `Played` [K], [G] -> advantages [G], by turn [X]         | `credit`                                 |
 | `pack`   | rows [R] -> rows [R] in packing order, with their places | `pack`                                   |
-| `mask`   | rows [R], changed in place -> `Masked`: counts [G]       | here                                     |
+| `mask`   | rows [R], changed in place -> `LossMask`: counts [G]       | here                                     |
 | `cut`    | rows [R] -> the micro-batches of every rank              | `pack.micro_batches`                     |
 
     a group of trajectory a with steps 0 and 1, of which 1 continues 0, and trajectory b with step 0:
@@ -86,7 +86,7 @@ class BatchSettings:
         return Rule(self.estimator, self.returns, self.credit, self.gamma, self.named_roles)
 
 
-class Formed(NamedTuple):
+class BatchResult(NamedTuple):
     """A mini-batch, with token counts that are needed only to lease it."""
 
     batch: MiniBatch
@@ -104,7 +104,9 @@ def form_mini_batch(
     return formed(lease, groups, history, settings).batch
 
 
-def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings) -> Formed:
+def formed(
+    lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings
+) -> BatchResult:
     """Make the mini-batch of a lease, and count each trajectory's stale tokens and each group's untrained tokens.
 
     Raises:
@@ -146,7 +148,7 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
         metrics=metrics,
         turn_advantage_X=advantages.turn_advantage_K,
     )
-    return Formed(batch, masked.stale_G, untrained_P)
+    return BatchResult(batch, masked.stale_G, untrained_P)
 
 
 def gather(groups: Sequence[CompleteGroup]) -> tuple[Played, Int32s]:
@@ -198,7 +200,7 @@ def without_untrained(
     return replace(steps, loss_mask_N=mask_N), tuple(map(dict, counts))
 
 
-class Masked(NamedTuple):
+class LossMask(NamedTuple):
     """Result of `mask`: the staleness of each token; and for each trajectory, how many tokens carried loss before, are
     too stale, and still carry loss."""
 
@@ -212,7 +214,7 @@ class Masked(NamedTuple):
     """Number of tokens among `loss_before_G` that still carry loss."""
 
 
-def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None) -> Masked:
+def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None) -> LossMask:
     """Set the loss mask to False, in place, for tokens that are too stale or have no finite log-probability. `count`:
     the number of trajectories.
 
@@ -231,7 +233,7 @@ def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, 
         np.logical_and(mask_N, staleness_N <= max_staleness, out=mask_N)
         stale_G = loss_G - _per_trajectory(rows, trajectory_R, count)
     np.copyto(rows.logprobs_N, 0, where=~mask_N)
-    return Masked(staleness_N, loss_before_G, stale_G, loss_G - stale_G)
+    return LossMask(staleness_N, loss_before_G, stale_G, loss_G - stale_G)
 
 
 def _per_trajectory(rows: Rows, trajectory_R: Int32s, count: int) -> Int64s:

@@ -22,8 +22,8 @@ from service.types import Float64s, Int32s, Int64s, MicroBatch, Rows, Steps
 
 
 def merge_metrics(counts: dict[str, int]) -> dict[str, float]:
-    """Metrics from `Merged.counts`: numbers of steps and rows, of tokens before and after the merge, and of steps by
-    the way in which they joined a row."""
+    """Metrics from `MergedRows.counts`: numbers of steps and rows, of tokens before and after the merge, and of steps
+    by the way in which they joined a row."""
     return {
         "generate/num_seq_before_merge": counts["steps"],
         "generate/num_seq_after_merge": counts["rows"],

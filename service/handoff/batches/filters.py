@@ -10,7 +10,6 @@ A trajectory is over-long if its next prompt exceeded a length limit, or its las
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +19,6 @@ from service.handoff.batches.credit import Rule, returns, teaches
 from service.handoff.ledger.events import Ended, Tried
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
-from service.handoff.ledger.replaying import load_groups
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.steps.tables import Played
 from service.handoff.steps.values import OVER_LONG, TRAINED
@@ -61,15 +59,18 @@ def filtered(group: CompleteGroup, settings: FilterSettings) -> Ended | None:
     return Ended(group.group_id, GroupState.FILTERED, reason, stats)
 
 
-def examine(record: Record, settings: FilterSettings, group_ids: Iterable[int]) -> None:
-    """Record the success of complete groups if there is a curriculum, and end the groups that a filter removes."""
-    groups = record.ledger.state.groups
-    if not settings.any:
-        return
-    for group_id in [o for o in group_ids if groups[o].state is GroupState.COMPLETE]:
-        [group] = load_groups(record, [group_id])
-        if settings.success_above is not None and not groups[group_id].tried:
-            return_G = returns(Played.of(group.steps, group.ends), settings.rule.returns)
+def examine(record: Record, settings: FilterSettings) -> None:
+    """Record the success of newly complete groups if there is a curriculum, and end the groups that a filter removes. A
+    group that was leased before is not examined again."""
+    unexamined, groups = record.ledger.unexamined, record.ledger.state.groups
+    while unexamined:
+        group = groups.get(group_id := unexamined.pop(0))
+        is_new = group is not None and group.state is GroupState.COMPLETE and not group.lease_count
+        if group is None or not is_new or group.rolled_back or not settings.any:
+            continue
+        complete = record.complete_group(group_id)
+        if settings.success_above is not None and not group.tried:
+            return_G = returns(Played.of(complete.steps, complete.ends), settings.rule.returns)
             record.add(Tried(group_id, int(np.count_nonzero(return_G > settings.success_above)), len(return_G)))
-        if (ended := filtered(group, settings)) is not None:
+        if (ended := filtered(complete, settings)) is not None:
             record.add(ended)

@@ -17,7 +17,7 @@ from service.columns import offsets_of, select
 from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.record import Held, Store, end_bytes
+from service.handoff.ledger.record import GroupData, Store, end_bytes
 from service.handoff.ledger.state import Group, Trajectory
 from service.handoff.prefixes.step_equality import same_step
 from service.handoff.prefixes.step_tree import PrefixError, check_references
@@ -74,7 +74,7 @@ class _Received(NamedTuple):
     trajectory: Trajectory
     message: StepGroup
     columns: _Columns
-    held: Held
+    held: GroupData
 
 
 def new_content(

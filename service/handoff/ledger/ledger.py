@@ -49,6 +49,8 @@ class Ledger:
         """Rows whose success changed since the curriculum last read it."""
         self.leased_at: dict[int, float] = {}
         self.in_state: Counter[GroupState] = Counter()
+        self.unexamined: list[int] = []
+        """Groups that became complete since filters and curriculum last looked (`batches.filters.examine`)."""
 
     def snapshot(self) -> bytes:
         """The whole state as bytes, from which `service.handoff.ledger.replaying.restored` makes a ledger."""
@@ -191,6 +193,7 @@ class Ledger:
         self.state.next_finished += 1
         self._enter(group, GroupState.COMPLETE)
         self.finished.append((group.finished, group_id))
+        self.unexamined.append(group_id)
 
     def _scored(self, event: events.Scored) -> None:
         group = self.state.groups[event.group_id]
@@ -279,6 +282,7 @@ class Ledger:
             self._enter(group, GroupState.LEASED)
         taken = set(event.group_ids)
         self.finished = [entry for entry in self.finished if entry[1] not in taken]
+        self.unexamined = [group_id for group_id in self.unexamined if group_id not in taken]
 
     def _released(self, event: events.Released) -> None:
         lease = self.state.leases.pop(event.lease)

@@ -23,7 +23,7 @@ from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.scores import rewarded, with_scores
+from service.handoff.ledger.scores import CompleteGroup, rewarded, with_scores
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table, long_note_bytes, said_bytes
 from service.handoff.steps.values import Limits, Routing
@@ -31,7 +31,7 @@ from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 
 
 @dataclass(slots=True)
-class Held:
+class GroupData:
     """What was accepted of one group: steps (in order of arrival), end records and scorers' answers, without those of
     replaced attempts."""
 
@@ -83,7 +83,7 @@ class Store:
         """Bytes of all steps, end records and scores, as `service.handoff.group_bytes` counts them."""
         self.expert_bytes = 0
         """Bytes of a token's routed experts; 0 until a step has any. From then on all steps get such a column."""
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, GroupData] = {}
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._held
@@ -97,13 +97,13 @@ class Store:
         counted = item_bytes(len(steps.token_ids_N), self.token_bytes(steps), len(steps))
         return counted + long_note_bytes(steps, range(len(steps)))
 
-    def of(self, group_id: int) -> Held:
+    def of(self, group_id: int) -> GroupData:
         """The steps, end records and scores of a group; empty once the group was dropped."""
-        return self._held.get(group_id) or Held()
+        return self._held.get(group_id) or GroupData()
 
     def add(self, group_id: int, steps: Steps | None, ends: Sequence[TrajectoryEnd], n_bytes: int) -> None:
         """Add accepted steps and end records, which count as `n_bytes`, to a group."""
-        held = self._held.setdefault(group_id, Held())
+        held = self._held.setdefault(group_id, GroupData())
         if steps is not None:
             held.steps.append(steps)
             held.note(steps)
@@ -123,7 +123,7 @@ class Store:
             self.add(group_id, cut(message.steps, items), ends, sum(new.n_bytes for new in of_group))
 
     def add_score(self, event: events.Scored) -> None:
-        held = self._held.setdefault(event.group_id, Held())
+        held = self._held.setdefault(event.group_id, GroupData())
         if event.scorer not in held.scores:
             held.scores[event.scorer] = event
             held.n_bytes += event.n_bytes
@@ -234,6 +234,10 @@ class Record:
         self.apply_steps(message, additions, position)
         if self.journal.segment_is_full:
             self.begin_segment()
+
+    def complete_group(self, group_id: int) -> CompleteGroup:
+        """A complete group whose steps and end records are in memory; `replaying.load_groups` reads others back."""
+        return CompleteGroup(group_id, self.ledger.state.groups[group_id].uid, *self.store.whole(group_id))
 
     # -- the same without the journal ---------------------------------------------------------------------------------
 

@@ -109,8 +109,7 @@ def load_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]
     for group_id in missing:
         if group_id not in record.store:
             raise JournalError(f"{record.journal.folder} no longer holds group {group_id}, which waits to be trained")
-    groups, store = record.ledger.state.groups, record.store
-    return [CompleteGroup(group_id, groups[group_id].uid, *store.whole(group_id)) for group_id in group_ids]
+    return [record.complete_group(group_id) for group_id in group_ids]
 
 
 def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame]) -> None:
@@ -162,6 +161,7 @@ def restored(snapshot: bytes, now: float = 0.0) -> Ledger:
             ledger.issued_at[group_id] = now
         if group.state is GroupState.COMPLETE:
             insort(ledger.finished, (group.finished, group_id))
+            ledger.unexamined.append(group_id)
         if group.state is GroupState.SCORING:
             ledger.scoring[group_id] = None
         if group.state not in USED:

@@ -37,7 +37,7 @@ from service.types import Bools, Int64s, Row, Rows, Step, Steps
 Mode = Literal["off", "linear", "tree"]
 
 
-class Merged(NamedTuple):
+class MergedRows(NamedTuple):
     """The rows that a merge made, and counts of the steps and tokens before and after the merge."""
 
     rows: Rows
@@ -83,14 +83,14 @@ def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
     return row_objects(merge(check_whole(steps_table(shared_form(listed))), mode).rows)
 
 
-def merge(steps: Steps, mode: Mode = "linear") -> Merged:
+def merge(steps: Steps, mode: Mode = "linear") -> MergedRows:
     """Merge the steps of each trajectory of a table into rows. The steps may be in any order; a step that occurs
     several times is used once."""
     check_choice("mode", mode, Mode)
     return merge_in_order(*in_order(steps), mode)
 
 
-def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = False) -> Merged:
+def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = False) -> MergedRows:
     """Merge a table of steps that are sorted by trajectory, then by index, and have no duplicates. `number_K`: the
     number of each step's trajectory.
 
@@ -105,7 +105,7 @@ def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = F
         rows = replace(rows, turn_N=np.repeat(item_C, layout.stop_C - layout.start_C))
     counts |= {"steps": len(steps), "rows": len(rows)}
     counts |= {"tokens_before": int(total_lengths(steps).sum()), "tokens_after": len(rows.token_ids_N)}
-    return Merged(rows, layout.row_C[begin_R], counts)
+    return MergedRows(rows, layout.row_C[begin_R], counts)
 
 
 def check_whole(steps: Steps) -> Steps:

@@ -19,6 +19,7 @@ from service.handoff.batches.pack import prefix_order
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import Mode
+from service.handoff.prefixes.sharing import shared_form
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.learn import layouts
@@ -70,7 +71,7 @@ def cut_at_random(rng: np.random.Generator, steps: list[Step]) -> list[Step]:
 
 def batch_of(steps: list[Step], ends: list[TrajectoryEnd], credit: Credit, mode: Mode, budget: int) -> MiniBatch:
     """The mini-batch of one group, in which every row has the temperature 1 after all."""
-    group = CompleteGroup(0, "p", steps_table(steps), ends_table(ends))
+    group = CompleteGroup(0, "p", steps_table(shared_form(steps)), ends_table(ends))
     batch = form_mini_batch(0, [group], VersionHistory(), BatchSettings(1, budget, "rloo", "sum", credit, 0.9, mode))
     ranks = tuple(
         tuple(replace(micro, temperature_R=np.ones_like(micro.temperature_R)) for micro in rank) for rank in batch.ranks

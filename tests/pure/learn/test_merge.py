@@ -11,6 +11,7 @@ import pytest
 from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
+from service.handoff.prefixes.sharing import shared_form
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.types import MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
@@ -77,7 +78,7 @@ def groups() -> list[CompleteGroup]:
             steps += own
             ends.append(TrajectoryEnd(trajectory, str(group_id), len(own), "stop", float(rng.random())))
         shuffled = [steps[i] for i in rng.permutation(len(steps))]
-        made.append(CompleteGroup(group_id, str(group_id), steps_table(shuffled), ends_table(ends)))
+        made.append(CompleteGroup(group_id, str(group_id), steps_table(shared_form(shuffled)), ends_table(ends)))
     return made
 
 

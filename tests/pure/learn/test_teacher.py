@@ -17,6 +17,7 @@ from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_min
 from service.handoff.ledger.scores import CompleteGroup, sampled_tokens
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import Mode
+from service.handoff.prefixes.sharing import shared_form
 from service.handoff.steps import wire
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
@@ -78,7 +79,7 @@ def taught_batch(
     steps: list[Step], ends: list[TrajectoryEnd], mode: Mode, budget: int, shift: float = 0.0
 ) -> MiniBatch:
     """The mini-batch of one group; the second of its trajectories has no teacher."""
-    table = steps_table(steps)
+    table = steps_table(shared_form(steps))
     teacher_N = np.full(len(table.token_ids_N), np.nan, np.float32)
     sampled = sampled_tokens(table)
     values = -3 - np.cos(np.arange(len(sampled))) + shift
