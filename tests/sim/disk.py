@@ -1,20 +1,27 @@
-"""A disk in memory, for a journal that lives only as long as its process."""
+"""A disk in memory, which may fill up and lose power."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from service.handoff.journal.disk import Buffer, Disk, File
+
+AMPLE_ROOM = 1 << 40
+"""Bytes that no simulation fills."""
 
 
 class MemoryFile(File):
-    """One file. Space that is allocated but not written takes no memory, because thousands of simulated generators
-    reserve gigabytes of disk space."""
+    """One file, which knows how far it was written and synced. Space that is allocated but not written takes no memory,
+    because thousands of simulated generators reserve gigabytes of disk space."""
 
-    def __init__(self) -> None:
+    def __init__(self, disk: MemoryDisk) -> None:
         self.data = bytearray()
-        self._size = 0
+        self._disk = disk
+        self._size = self._written = self._synced = 0
 
     def size(self) -> int:
         return self._size
@@ -24,43 +31,69 @@ class MemoryFile(File):
         return bytes(self.data[offset : offset + there]).ljust(there, b"\0")
 
     def extents(self, offset: int) -> list[tuple[int, int]]:
-        return [(offset, self.size())] if offset < self.size() else []
+        return [(offset, self._size)] if offset < self._size else []
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
         data = b"".join(buffers)
+        grows = max(offset + len(data) - self._size, 0)
+        if grows > (free := self._disk.free()):
+            data = data[: len(data) - (grows - free)]
+            if not data:
+                raise OSError(errno.ENOSPC, "No space left on device")
         self.data.extend(bytes(max(offset - len(self.data), 0)))
         self.data[offset : offset + len(data)] = data
-        self._size = max(self._size, offset + len(data))
+        self._written = max(self._written, offset + len(data))
+        self._size = max(self._size, self._written)
         return len(data)
 
     def allocate(self, size: int) -> None:
+        if size - self._size > self._disk.free():
+            raise OSError(errno.ENOSPC, "No space left on device")
         self._size = max(self._size, size)
 
     def truncate(self, size: int) -> None:
         del self.data[size:]
-        self._size = min(self._size, size)
+        self._size, self._written = min(self._size, size), min(self._written, size)
+        self._synced = min(self._synced, size)
 
     def sync(self) -> None:
-        """Do nothing: the file exists only as long as its process."""
+        self._synced = self._written
 
     def close(self) -> None:
-        """Do nothing: the file holds nothing that must be closed."""
+        """Do nothing: the file exists only as long as its process."""
+
+    def lose_power(self, rng: np.random.Generator) -> None:
+        """Keep a random part of what was written and not synced; the rest becomes zeros."""
+        kept = int(rng.integers(self._synced, self._written + 1))
+        self.data[kept : self._written] = bytes(self._written - kept)
+        self._written = kept
 
 
 class MemoryDisk(Disk):
-    """A disk whose files are in memory."""
+    """A disk whose files are in memory, and may have `room` bytes in all."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = AMPLE_ROOM) -> None:
+        self.room = room
         self.files: dict[Path, MemoryFile] = {}
 
     def names(self, folder: Path) -> list[str]:
         return sorted(path.name for path in self.files if path.parent == folder)
 
     def open(self, path: Path) -> File:
-        return self.files.setdefault(path, self.new_file())
-
-    def new_file(self) -> MemoryFile:
-        return MemoryFile()
+        return self.files.setdefault(path, MemoryFile(self))
 
     def remove(self, path: Path) -> None:
         del self.files[path]
+
+    def used(self) -> int:
+        """Bytes taken by all files."""
+        return sum(file.size() for file in self.files.values())
+
+    def free(self) -> int:
+        """Bytes that are left."""
+        return max(self.room - self.used(), 0)
+
+    def lose_power(self, rng: np.random.Generator) -> None:
+        """Lose the unsynced bytes of every file, except for a torn beginning of them."""
+        for file in self.files.values():
+            file.lose_power(rng)

@@ -1,21 +1,14 @@
-"""What goes wrong in a world: how often, and a network and a disk to which it happens."""
+"""What goes wrong in a world: how often, and a network to which it happens."""
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from service.handoff.journal.disk import Buffer
-from tests.sim.disk import MemoryDisk, MemoryFile
 from tests.sim.loop import Loop
-
-AMPLE_ROOM = 1 << 40
-"""Bytes that no simulation fills."""
 
 
 def _fault(*drawn: float) -> Any:
@@ -41,7 +34,7 @@ class Faults:
     bad_steps: float = _fault(0.0, 0.1)
     """Fraction of optimizer steps that are not applied."""
     delay: float = _fault(0.01, 0.2)
-    """Mean seconds that a message travels; 0: no network between the processes."""
+    """Mean seconds that a message travels; 0: messages arrive at once, and none is lost."""
     lost: float = _fault(0.0, 0.1)
     doubled: float = _fault(0.0, 0.1)
     failing: float = _fault(0.0, 0.1)
@@ -84,62 +77,3 @@ class Network:
     def heal(self) -> None:
         """Lose and double nothing from now on."""
         self.lost = self.doubled = 0.0
-
-
-class FaultyDisk(MemoryDisk):
-    """Files in memory that may have `room` bytes in all, and lose power."""
-
-    def __init__(self, room: int = AMPLE_ROOM) -> None:
-        super().__init__()
-        self.room = room
-        self.files: dict[Path, FaultyFile] = {}  # type: ignore[assignment]
-
-    def new_file(self) -> MemoryFile:
-        return FaultyFile(self)
-
-    def used(self) -> int:
-        """Bytes taken by all files."""
-        return sum(file.size() for file in self.files.values())
-
-    def lose_power(self, rng: np.random.Generator) -> None:
-        """Lose the unsynced bytes of every file, except for a torn beginning of them."""
-        for file in self.files.values():
-            file.lose_power(rng)
-
-
-class FaultyFile(MemoryFile):
-    """A file that knows how far it was written and synced."""
-
-    def __init__(self, disk: FaultyDisk) -> None:
-        super().__init__()
-        self._disk = disk
-        self._written = self._synced = 0
-
-    def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
-        data = b"".join(buffers)
-        grows = max(offset + len(data) - self.size(), 0)
-        free = max(self._disk.room - self._disk.used(), 0)
-        if grows > free:
-            data = data[: len(data) - (grows - free)]
-            if not data:
-                raise OSError(errno.ENOSPC, "No space left on device")
-        self._written = max(self._written, offset + len(data))
-        return super().write(offset, [data])
-
-    def allocate(self, size: int) -> None:
-        if size - self.size() > self._disk.room - self._disk.used():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        super().allocate(size)
-
-    def truncate(self, size: int) -> None:
-        super().truncate(size)
-        self._written, self._synced = min(self._written, size), min(self._synced, size)
-
-    def sync(self) -> None:
-        self._synced = self._written
-
-    def lose_power(self, rng: np.random.Generator) -> None:
-        """Keep a random part of what was written and not synced; the rest becomes zeros."""
-        kept = int(rng.integers(self._synced, self._written + 1))
-        self.data[kept : self._written] = bytes(self._written - kept)
-        self._written = kept

@@ -1,16 +1,15 @@
-"""A simulated generator: claims groups, plays their trajectories in virtual time, sends the steps."""
+"""A simulated generator: claims groups, plays their trajectories in virtual time, sends the steps. It may leave, fall
+silent, fail or lose responses."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import xxhash
 
-from service.columns import select, token_bytes
+from service.columns import token_bytes
 from service.handoff.steps.values import Role, StopReason, packed_roles
-from service.handoff.steps.wire import accepted_group, encode
-from service.handoff.verbs import Assignment, Claim, Receipt, WaitReason
+from service.handoff.steps.wire import encode
+from service.handoff.verbs import Assignment, Claim, WaitReason
 from service.rollout.step_sinks import StepColumns
 from service.types import (
     Extension,
@@ -25,20 +24,16 @@ from service.types import (
 )
 from tests.sim.host import Client, Host
 from tests.sim.loop import Activity, Resume, Waiting
-from tests.sim.measurements import Measurements
 from tests.sim.scenario import Scenario
 
 TOKEN_IDS = 1 << 16
 
 
-class SimulatedGenerator(Client):
+class Generator(Client):
     """One generator actor with its engine; plays `slots` groups at once."""
 
-    def __init__(
-        self, name: str, host: Host, scenario: Scenario, rng: np.random.Generator, measured: Measurements
-    ) -> None:
+    def __init__(self, name: str, host: Host, scenario: Scenario, rng: np.random.Generator) -> None:
         super().__init__(host, scenario, rng)
-        self._measured = measured
         self.name = name
         self.slots = scenario.slots(host.settings)
         self.wait_seconds = 0.0
@@ -50,12 +45,7 @@ class SimulatedGenerator(Client):
         self._outbox = StepColumns()
         self._unsent: list[tuple[TrajectoryId, int]] = []
         """(trajectory, step index) of the steps in the outbox."""
-        self._evaluated: Callable[[], None] | None = None
-        """Called when this generator's evaluation ends; None if no evaluation runs."""
-        self._newest = PolicyVersion(0, 0)
-        """The newest weights that were sent."""
-        self._slots_wait: list[Resume] = []
-        """Slots that claim again when the evaluation has ended."""
+        self._leaves = False
         self._served_from: list[float] = [0.0]
         self._served = [PolicyVersion(0, 0)]
 
@@ -69,42 +59,25 @@ class SimulatedGenerator(Client):
         self.die()
         self.run(self._join())
 
-    def die(self) -> None:
-        """End every activity, including an evaluation."""
-        super().die()
-        self._slots_wait.clear()
-        self._end_evaluation()
-
-    def evaluate(self, count: int, ended: Callable[[], None]) -> None:
-        """Play `count` trajectories of an evaluation. Until they end or `data.eval_deadline` has passed, load no new
-        weights and claim no groups."""
-        self._evaluated = ended
-        lengths, at_once = self._lengths(count), self.slots * self._host.settings.buffer.limits.n_samples_per_prompt
-        longest = max((int(lengths[place::at_once].sum()) for place in range(min(at_once, count))), default=0)
-
-        def evaluation() -> Activity:
-            yield self.wait(min(longest * self._scenario.token_seconds, self._host.settings.data.eval_deadline))
-
-        self.run(evaluation(), self._end_evaluation)
-
-    def _end_evaluation(self) -> None:
-        ended, self._evaluated = self._evaluated, None
-        if ended is not None:
-            self.update(self._newest)
-            waiting, self._slots_wait = self._slots_wait, []
-            for resume in waiting:
-                resume(None)
-            ended()
-
     def update(self, version: PolicyVersion) -> PolicyVersion:
-        """Load newer weights while requests run, unless an evaluation runs; returns the version of the tokens that are
-        sampled from now on."""
-        self._newest = max(self._newest, version)
-        if version > self.serving and self._evaluated is None:
+        """Load newer weights while requests run; returns the version of the tokens that are sampled from now on."""
+        if version > self.serving:
             self._served_from.append(self.loop.now)
             self._served.append(version)
             self._host.serves(self.name, version)
         return self.serving
+
+    def leave(self) -> None:
+        """Claim and play no more, and send the steps that are finished."""
+        self.die()
+        self._leaves = True
+        self.run(self._leave(), self.die)
+
+    def _leave(self) -> Activity:
+        incarnation = self._incarnation
+        if self._unsent:
+            yield self.all_of([self._send()])
+        yield self.ask(lambda buffer: buffer.leave(self.name, incarnation, "leaves"))
 
     def _join(self) -> Activity:
         self._incarnation = yield self.ask(lambda buffer: buffer.join("generator", self.name))
@@ -117,16 +90,13 @@ class SimulatedGenerator(Client):
         """Claim and play one group after the other."""
         since = self.loop.now
         while True:
-            if self._evaluated is not None:
-                yield self._slots_wait.append
             self._request_id += 1
             answer = yield self._claim(self._request_id)
             if isinstance(answer, Assignment):
                 self.wait_seconds += self.loop.now - since
-                played = zip(answer.trajectories(), self._lengths(len(answer.samples)).tolist(), strict=True)
-                yield self.all_of(
-                    [self._trajectory(of, answer.prompt_uid, length, taken) for (of, taken), length in played]
-                )
+                lengths = self._lengths(len(answer.samples)).tolist()
+                played = zip(answer.trajectories(), lengths, strict=True)
+                yield self.all_of([self._trajectory(of, answer.prompt_uid, length) for (of, _), length in played])
                 since = self.loop.now
             elif isinstance(answer, Refusal):
                 self._refused(answer)
@@ -143,30 +113,21 @@ class SimulatedGenerator(Client):
     def _lengths(self, count: int) -> Int64s:
         return np.minimum(self._scenario.lengths(self._rng, count), self._max_tokens)
 
-    def _trajectory(self, of: TrajectoryId, uid: str, left: int, taken: bytes) -> Activity:
-        """Play a trajectory of `left` tokens, spread evenly over its turns; `taken`: encoded steps that another
-        generator played.
-
-        Each step extends the whole step before it by one observation token.
-        """
-        scenario = self._scenario
-        self._measured.generated[of] = left
-        length, digest, roles, first = 0, xxhash.xxh3_64(), [Role.MAIN] * scenario.turns, 0
-        if taken:
-            steps = accepted_group(taken).steps
-            steps = select(steps, np.argsort(steps.index_K))
-            first, length = len(steps), len(steps.token_ids_N)
-            digest.update(token_bytes(steps.token_ids_N))
-        for turn in range(first, scenario.turns):
+    def _trajectory(self, of: TrajectoryId, uid: str, left: int) -> Activity:
+        """Play a trajectory of `left` tokens, spread evenly over its turns. Each step extends the whole step before it
+        by one observation token."""
+        scenario, faults = self._scenario, self._host.faults
+        length, digest, roles = 0, xxhash.xxh3_64(), [Role.MAIN] * scenario.turns
+        for turn in range(scenario.turns):
             count = max(left // (scenario.turns - turn), 1)
             left -= count
             began = self.loop.now
-            if silence := self.silence():
-                yield self.wait(silence)
+            if self.loop.now < faults.until and self._happens(faults.silent):
+                yield self.wait(faults.until)
                 return
             yield self.wait(count * scenario.token_seconds)
             reward = float(self._rng.random() < scenario.success)
-            roles[turn] = self.role_of_turn()
+            roles[turn] = Role.UNDELIVERED if self._happens(faults.undelivered) else Role.MAIN
             ids = (np.arange(count + 1, dtype=np.int32) + 31 * of.group_id + 7 * of.sample) % TOKEN_IDS
             step = Step(
                 of,
@@ -184,11 +145,14 @@ class SimulatedGenerator(Client):
             length += count + 1
             digest.update(token_bytes(ids))
             if turn == scenario.turns - 1:
-                end = TrajectoryEnd(of, uid, scenario.turns, str(self.stop_reason()), reward, packed_roles(roles))
-                self._outbox.end(end)
+                reason = StopReason.ENVIRONMENT_ERROR if self._happens(faults.failing) else StopReason.STOP
+                self._outbox.end(TrajectoryEnd(of, uid, scenario.turns, str(reason), reward, packed_roles(roles)))
             self._unsent.append((of, turn))
             if len(self._unsent) == 1:
                 self.run(self._send())
+
+    def _happens(self, fraction: float) -> bool:
+        return fraction > 0 and bool(self._rng.random() < fraction)
 
     def _versions(self, began: float, count: int) -> Int64s:
         """The version that was served when each token was sampled."""
@@ -207,25 +171,13 @@ class SimulatedGenerator(Client):
         if isinstance(answer, Refusal):
             self._refused(answer)
             return
-        self.acknowledged(steps, answer)
-
-    def acknowledged(self, steps: list[tuple[TrajectoryId, int]], receipt: Receipt) -> None:
-        """Called with the buffer's receipt of a message, and with (trajectory, step index) of each step in it; tests
-        override it."""
-
-    def silence(self) -> float:
-        """Seconds for which a trajectory hangs before it is dropped without an end; 0, unless a test overrides this."""
-        return 0.0
-
-    def role_of_turn(self) -> Role:
-        """The role of the next turn: `main`, unless a test overrides this."""
-        return Role.MAIN
-
-    def stop_reason(self) -> StopReason:
-        """The stop reason of a trajectory that has played its last turn: `STOP`, unless a test overrides this."""
-        return StopReason.STOP
+        for of, step in steps:
+            if of not in answer.late:
+                self._host.witness.acknowledged(of, step)
 
     def _refused(self, refusal: Refusal) -> None:
         """Handle a refusal: a fenced generator joins again; after other refusals the buffer starts another attempt."""
-        if refusal.reason is RefusalReason.FENCED:
+        if refusal.reason is not RefusalReason.FENCED:
+            self._host.witness.refused(refusal)
+        elif not self._leaves:
             self.start()

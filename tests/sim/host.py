@@ -1,4 +1,4 @@
-"""The buffer's process with its scorers, and the way in which other processes send requests to the buffer."""
+"""The buffer's process, which may die at any time, and the network over which other processes ask it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ import numpy as np
 
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
-from service.handoff.scoring import Answer
 from service.handoff.verbs import Claim, Wait
 from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
 from service.types import PolicyVersion
 from tests.sim.disk import MemoryDisk
-from tests.sim.loop import Activity, Loop, Process, Resume, VirtualClock, Waiting
+from tests.sim.faults import Faults, Network
+from tests.sim.loop import Activity, Process, Resume, VirtualClock, Waiting
 from tests.sim.scenario import Scenario, SimulationSettings
+from tests.sim.scorers import Scorers
+from tests.sim.witness import Witness
 
 FOLDER = Path("journal")
 PROMPT_UIDS = [f"prompt-{row}" for row in range(1000)]
 TICK_SECONDS = 0.5
+RETRY_SECONDS = 8.0
+"""A client sends a request again when no answer came for this time."""
 POLL_SECONDS = 5.0
 """Seconds for which the host may keep a claim or a lease waiting before it answers with a Wait."""
 
@@ -36,21 +40,33 @@ class Poll(NamedTuple):
 
 class Host(Process):
     """The simulated process of the buffer: passes each request to a real `Buffer`, and sends the answer only after the
-    journal is synced."""
+    journal is synced. After a death it comes back with what its disk kept."""
 
     def __init__(
-        self, settings: SimulationSettings, scenario: Scenario, loop: Loop, rng: np.random.Generator, segment_bytes: int
+        self,
+        settings: SimulationSettings,
+        scenario: Scenario,
+        faults: Faults,
+        network: Network,
+        rngs: tuple[np.random.Generator, np.random.Generator],
+        segment_bytes: int,
     ) -> None:
-        """`rng`: source of the scorers' random numbers."""
-        super().__init__(loop)
-        self.settings = settings
+        """`rngs`: of the deaths and of the scorers."""
+        super().__init__(network.loop)
+        self.settings, self.faults, self.network = settings, faults, network
+        self.witness = Witness(settings)
         self.disk = MemoryDisk()
         self.buffer: Buffer
         self.journal: Journal
         self.clock: VirtualClock
-        self.scorers: SimulatedScorers
-        self.alive = True
-        self._scenario, self._rng = scenario, rng
+        self.scorers: Scorers
+        self.alive = False
+        self.on_death: Callable[[], None] = lambda: None
+        self.doom: tuple[str, int] | None = None
+        """The seam at which to die, `before_sync` or `after_sync`, and how many passes of it to survive first."""
+        self.answers = self.bad_answers = 0
+        """Of all scorers so far."""
+        self._scenario, self._rngs = scenario, rngs
         self._segment_bytes = segment_bytes
         self._unsynced: list[tuple[int, Resume, Any]] = []
         self._polls: list[Poll] = []
@@ -60,28 +76,43 @@ class Host(Process):
         self._sync_is_due = False
         self._look_is_due = False
 
-    def start(self, now: float = 0.0) -> None:
-        """Start the buffer's process with the files that the disk holds; `now`: the time on the clock of the new
-        process."""
-        self.clock = VirtualClock(self.loop, now)
+    def start(self) -> None:
+        """Start a process with the files that the disk holds; its monotonic clock starts at a random time."""
+        self.alive = True
+        self.clock = VirtualClock(self.loop, float(self._rngs[0].uniform(0, 1e6)))
         self.journal = Journal(FOLDER, self.clock, self.disk, self._segment_bytes)
         self.buffer = Buffer(self.settings.buffer, PROMPT_UIDS, self.journal, self.clock)
         self.journal.sync()
-        self.scorers = self.new_scorers()
+        self.scorers = Scorers(self, self._scenario.scorer_seconds, self._rngs[1])
         self.run(self._tick())
+        self.witness.look(self.buffer)
+        self.witness.scored(self.buffer)
 
-    def new_scorers(self) -> SimulatedScorers:
-        """Make the scorers of this process."""
-        return SimulatedScorers(self, self._scenario.scorer_seconds, self._rng)
+    def die(self) -> None:
+        """End as by kill -9 and loss of power: unsynced bytes are lost and no more answers are sent."""
+        super().die()
+        self.alive = False
+        self.scorers.end()
+        self._unsynced, self._polls, self._sync_is_due = [], [], False
+        self.claims.take()
+        self.disk.lose_power(self._rngs[0])
+        self.on_death()
 
     def passes(self, seam: str) -> bool:
-        """Whether the process survives the point `seam`, which is `before_sync` or `after_sync`; tests kill it
-        there."""
+        """Whether the process survives the point `seam`; counts down to the death there."""
+        if seam == "after_sync" and self.journal.synced == self.journal.position:
+            self.witness.scored(self.buffer)
+        if self.alive and self.doom is not None and self.doom[0] == seam:
+            self.doom = (seam, self.doom[1] - 1) if self.doom[1] > 0 else None
+            if self.doom is None:
+                self.die()
         return self.alive
 
     def ask(self, request: Callable[[Buffer], Any], reply: Resume, patience: float = 0.0) -> None:
         """Answer a request to the buffer. While the buffer returns a Wait (a reason to wait), the request is repeated,
         for up to `patience` seconds; then the answer is the Wait."""
+        if not self.alive:
+            return
         answer = request(self.buffer)
         if patience and isinstance(answer, Wait):
             self._polls.append(Poll(self.loop.now + patience, request, reply))
@@ -91,7 +122,8 @@ class Host(Process):
     def claim(self, claim: Claim, reply: Resume) -> None:
         """Answer a claim as soon as there is a group for it; after `POLL_SECONDS` without a group, the answer is a
         Wait, which has the reason to wait."""
-        self.claims.answer(claim, 1, self.loop.now + POLL_SECONDS, partial(self._answer_claim, reply))
+        if self.alive:
+            self.claims.answer(claim, 1, self.loop.now + POLL_SECONDS, partial(self._answer_claim, reply))
 
     def _answer_claim(self, reply: Resume, answer: ClaimAnswer) -> None:
         self._answer(answer[0] if isinstance(answer, list) else answer, reply)
@@ -177,9 +209,7 @@ class Client(Process):
 
     def __init__(self, host: Host, scenario: Scenario, rng: np.random.Generator) -> None:
         super().__init__(host.loop)
-        self._host = host
-        self._scenario = scenario
-        self._rng = rng
+        self._host, self._scenario, self._rng = host, scenario, rng
 
     def ask(self, request: Callable[[Buffer], Any], patience: float = 0.0) -> Waiting:
         """Send a request to the buffer: after `answer = yield self.ask(...)` the activity has the answer. `patience`:
@@ -188,44 +218,26 @@ class Client(Process):
 
     def call(self, request: Callable[[Resume], None]) -> Waiting:
         """Call `request`, which gets a function that takes the host's answer: after `answer = yield self.call(...)` the
-        activity has the answer."""
-        return request
+        activity has the answer. The request is sent again and again until its answer comes.
 
+        An answer to a client that died meanwhile is ignored: its activity is never resumed.
+        """
+        life, answered, network = self.life, False, self._host.network
 
-class SimulatedScorers(Process):
-    """Simulates all scorers; each scores as many waiting groups at once as it has workers."""
+        def begin(resume: Resume) -> None:
+            def receive(answer: Any) -> None:
+                nonlocal answered
+                if not answered:
+                    answered = True
+                    resume(answer)
 
-    def __init__(self, host: Host, mean_seconds: float, rng: np.random.Generator) -> None:
-        """`mean_seconds`: mean seconds that a scorer needs for a group."""
-        super().__init__(host.loop)
-        self._host, self._scorers, self._scoring = host, host.settings.scorers, host.buffer.scoring
-        self._mean_seconds, self._rng = mean_seconds, rng
-        self._asked: dict[str, set[int]] = {name: set() for name in self._scorers}
+            def send() -> None:
+                if answered or self.life != life:
+                    return
+                network.send(lambda: request(lambda answer: network.send(lambda: receive(answer))))
+                if network.delay:
+                    self.loop.after(RETRY_SECONDS, send)
 
-    def look(self) -> None:
-        """Start to score waiting groups on free workers."""
-        for name, asked in self._asked.items():
-            waiting = [group_id for group_id in self._scoring.pending(name) if group_id not in asked]
-            for group_id in waiting[: self._scorers[name].workers - len(asked)]:
-                asked.add(group_id)
-                self.run(self._ask(name, group_id))
+            send()
 
-    def _ask(self, name: str, group_id: int) -> Activity:
-        scorer, answer = self._scorers[name], self._answer(name, group_id)
-        for _ in range(scorer.attempts):
-            seconds = float(self._rng.exponential(self._mean_seconds))
-            yield self.wait(min(seconds, scorer.deadline))
-            if seconds <= scorer.deadline:
-                self._scoring.accept(group_id, name, answer)
-                break
-            self._scoring.failed(name, "deadline", "")
-        else:
-            self._scoring.give_up(group_id, name, "deadline")
-        self._asked[name].discard(group_id)
-        yield self._host.settled
-
-    def _answer(self, name: str, group_id: int) -> Answer:
-        _, group = self._scoring.group(group_id)
-        if self._scorers[name].kind == "teacher":
-            return Answer(logprobs=np.full(int(np.count_nonzero(group.steps.loss_mask_N)), -1.0, np.float32))
-        return Answer([sample / 8 for sample in range(len(group.ends))])
+        return begin

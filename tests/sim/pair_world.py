@@ -288,7 +288,7 @@ class PairWorld:
         if method == "lease" and isinstance(answer, LeasedBatch):
             batch = self._leased[answer.lease] = decode_mini_batch(answer.parts[0])
             self.witness.scored(self.ray.actors["buffer"].body._buffer)
-            self.witness.leased(batch, arguments[0], 0.0)
+            self.witness.leased(batch, 0.0)
         elif method == "commit" and answer is None:
             self.told.progress.append(self.loop.now - START)
             self.witness.committed(arguments[2], self._leased[arguments[1]], self.loop.now)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.config import Config, DataConfig
+from service.config import Config
 from service.config.core_settings import buffer_settings
 from service.config.rollout import ScorerConfig
 from service.handoff.settings import BufferSettings
@@ -40,8 +40,6 @@ class SimulationSettings:
 
     buffer: BufferSettings
     scorers: Mapping[str, ScorerConfig]
-    data: DataConfig
-    """Settings of the data; a simulation uses only the settings of evaluations."""
     sync_interval: float
     """Minimum seconds between two syncs of the journal."""
     concurrent_groups: int
@@ -58,7 +56,6 @@ class SimulationSettings:
         return SimulationSettings(
             buffer_settings(config, VOCABULARY),
             config.scorers,
-            config.data,
             config.buffer.sync_interval,
             config.generator.concurrent_groups,
             config.weights.sync_every,

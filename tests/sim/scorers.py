@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
+from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,27 +17,26 @@ from service.types import StepGroup
 from tests.sim.loop import Loop
 
 if TYPE_CHECKING:
-    from tests.sim.processes import FaultyHost
+    from tests.sim.host import Host
 
 LATE_SECONDS = 4.0
 """Mean seconds after which an answer comes a second time."""
 
 
-class SimulatedAsyncio(asyncio.AbstractEventLoop):
-    """Runs coroutines in simulated time; has what tasks, futures and timeouts need."""
+class SimulatedAsyncio(asyncio.BaseEventLoop):
+    """Runs coroutines in simulated time."""
 
     def __init__(self, loop: Loop) -> None:
+        super().__init__()
         self._loop = loop
 
     def time(self) -> float:
         """Simulated seconds."""
         return self._loop.now
 
-    def call_at(  # type: ignore[override]
-        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
         """Run a callback at a time."""
-        handle, context = asyncio.Handle(callback, args, self, context), context or contextvars.copy_context()
+        handle, context = asyncio.TimerHandle(when, callback, args, self, context), context or copy_context()
 
         def run() -> None:
             if not handle.cancelled():
@@ -50,25 +49,9 @@ class SimulatedAsyncio(asyncio.AbstractEventLoop):
         self._loop.after(max(when - self._loop.now, 0.0), run)
         return handle
 
-    def call_later(  # type: ignore[override]
-        self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        """Run a callback in so many seconds."""
-        return self.call_at(self.time() + delay, callback, *args, context=context)
-
-    def call_soon(  # type: ignore[override]
-        self, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
         """Run a callback after what is due now."""
         return self.call_at(self.time(), callback, *args, context=context)
-
-    def create_future(self) -> asyncio.Future[Any]:
-        """A future of this loop."""
-        return asyncio.Future(loop=self)
-
-    def create_task(self, coro: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:  # type: ignore[override]
-        """Start a coroutine."""
-        return asyncio.Task(coro, loop=self, **options)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """Call a function at once."""
@@ -76,18 +59,17 @@ class SimulatedAsyncio(asyncio.AbstractEventLoop):
         done.set_result(func(*args))
         return done
 
-    def get_debug(self) -> bool:
-        """Whether tasks note where they were made."""
-        return False
+    def __del__(self) -> None:
+        """Do nothing: it holds nothing that must be closed."""
 
 
-class FaultyScorers:
+class Scorers:
     """What one life of the buffer's process asks its scorers with."""
 
-    def __init__(self, host: FaultyHost, mean_seconds: float, rng: np.random.Generator) -> None:
+    def __init__(self, host: Host, mean_seconds: float, rng: np.random.Generator) -> None:
         self._host, self._mean_seconds, self._rng = host, mean_seconds, rng
         self._settings = host.settings.scorers
-        self._asyncio = SimulatedAsyncio(host.loop)  # type: ignore[abstract]
+        self._asyncio = SimulatedAsyncio(host.loop)
         workers = {name: [Worker(self, name) for _ in range(each.workers)] for name, each in self._settings.items()}
         self._asking = Asking(self._settings, host.buffer.scoring, workers, self._settled)
         self._asks: asyncio.Task[None] | None = None
@@ -160,7 +142,7 @@ class FaultyScorers:
 class Worker:
     """A scorer's process; see `service.scorers.asking.Worker`."""
 
-    def __init__(self, scorers: FaultyScorers, name: str) -> None:
+    def __init__(self, scorers: Scorers, name: str) -> None:
         self._scorers, self._name = scorers, name
 
     async def ready(self) -> None:

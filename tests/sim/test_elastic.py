@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from service.config import load_config
 from tests.invariant import violations
-from tests.sim.calm_world import simulated
 from tests.sim.faults import Faults
+from tests.sim.report import simulated
 from tests.sim.scenario import Scenario, SimulationSettings
-from tests.sim.world import FaultyWorld
+from tests.sim.world import World
 
 LOOKAHEAD = 8
 
@@ -47,7 +47,7 @@ def tokens_per_second(generators: int) -> float:
 def test_what_a_leaving_generator_plays_starts_again() -> None:
     faults = Faults(until=20.0, generator_leaves=1.0, delay=0.01)
     scenario = Scenario(4, turns=4, median_tokens=128, trainer_seconds=1e-3, steps=16)
-    world = FaultyWorld(settings(8), scenario, faults, seed=1, segment_bytes=10_000)
+    world = World(settings(8), scenario, 1, faults, segment_bytes=10_000)
     world.run()
     status = world.host.buffer.status()
     assert world.fault_count > 10 and violations(world.host.buffer.ledger) == []

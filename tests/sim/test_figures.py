@@ -11,10 +11,9 @@ import pytest
 
 from service.config import load
 from service.errors import RunFailed
-from tests.sim.calm_world import HANG_GROUPS, HANG_SECONDS, World, simulated
-from tests.sim.generator import SimulatedGenerator
-from tests.sim.measurements import Report
+from tests.sim.report import Report, simulated
 from tests.sim.scenario import PRESET, Scenario, SimulationSettings
+from tests.sim.world import HANG_GROUPS, World
 
 STEPS = 60
 SEEDS = 8
@@ -95,25 +94,6 @@ def test_hundreds_of_generators_are_simulated() -> None:
     assert report.generator_wait < 0.2
 
 
-def test_a_run_goes_on_though_the_number_of_evaluation_rows_is_unknown() -> None:
-    settings = config(*SMALL, "data.eval_every=2", "data.eval={held: rows.jsonl}", "data.eval_rows=null")
-    assert simulated(settings, Scenario(steps=6, median_tokens=16), seed=0).steps_per_second > 0
-
-
-def test_an_evaluation_that_takes_longer_than_any_step_is_no_hang() -> None:
-    evaluates = config(*SMALL, "data.eval_every=2", "data.eval_make_rows=512", "generator.max_generate_length=64")
-    world = World(evaluates, Scenario(generators=1, sigma=0.0, steps=4, token_seconds=3.0), seed=0)
-    world.run()
-    assert max(seconds for _, seconds in world.trainer.evaluated) > HANG_SECONDS
-
-
-def test_an_evaluation_ends_at_its_deadline() -> None:
-    evaluates = config(*SMALL, "data.eval_every=2", "data.eval_make_rows=512", "data.eval_deadline=30")
-    world = World(evaluates, Scenario(generators=1, sigma=0.0, steps=4, token_seconds=3.0), seed=0)
-    world.run()
-    assert {seconds for _, seconds in world.trainer.evaluated} == {30.0}
-
-
 FILTERED = ("algorithm.n_samples_per_prompt=2", "algorithm.filter_zero_variance=true", "buffer.lookahead=0")
 SCORED = ("scorers.judge={use: judges:Judge, workers: 1}",)
 
@@ -130,7 +110,7 @@ def test_groups_that_end_one_after_the_other_are_no_hang(settings: tuple[str, ..
     long = ("generator.max_generate_length=1000", "trainer.mini_batch_size=16", "generator.concurrent_groups=16")
     world = World(config(*long, "buffer.max_staleness=4", *settings), scenario, seed=0)
     world.run()
-    assert world.measured.committed_at[0] > world.patience
+    assert world.witness.committed_at[0] > world.patience
 
 
 def test_many_groups_that_end_untrained_between_those_that_are_trained_are_no_hang() -> None:
@@ -144,13 +124,6 @@ def test_groups_that_all_end_untrained_are_a_hang() -> None:
     never = config(*SMALL, *SCORED, "scorers.judge.deadline=0.1", "scorers.judge.attempts=1")
     with pytest.raises(RunFailed, match=r"no optimizer step for \d+ s; .*'refused': [1-9]"):
         World(never, Scenario(generators=1, steps=4, scorer_seconds=1e6), seed=0).run()
-
-
-def test_an_evaluation_that_never_ends_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimulatedGenerator, "_end_evaluation", lambda self: None)
-    world = World(config(*SMALL, "data.eval_every=2", "data.eval_make_rows=4"), Scenario(generators=1, steps=4), seed=0)
-    with pytest.raises(RunFailed, match=r"no (optimizer step|event)"):
-        world.run()
 
 
 def test_a_trainer_of_the_default_speed_is_as_fast_as_generators_whose_lengths_are_cut() -> None:

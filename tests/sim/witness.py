@@ -13,7 +13,6 @@ from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.steps.values import FAILURES
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, TrajectoryId
 from tests.invariant import violations
-from tests.sim.measurements import Measurements
 from tests.sim.scenario import SimulationSettings
 
 REASONS = {
@@ -34,11 +33,19 @@ class Broken(BatonError):
     """A promise was broken; the message names it."""
 
 
-class Witness(Measurements):
+class Witness:
     """Records what generators and the trainer received, and compares it with the buffer's state."""
 
     def __init__(self, settings: SimulationSettings) -> None:
-        super().__init__()
+        self.committed_at: list[float] = []
+        """Time of each commit, in order."""
+        self.wait_seconds: list[float] = []
+        """Seconds that the trainer waited for each mini-batch."""
+        self.staleness: Counter[int] = Counter()
+        """Number of sampled tokens of trained mini-batches, by staleness."""
+        self.trained: dict[int, int] = {}
+        """The optimizer step that used each group, by group_id; steps that a restart of the trainer undid are left
+        out."""
         self.refusals: Counter[str] = Counter()
         """Messages of generators that the buffer refused, by reason."""
         self._buffer, self._sync_every = settings.buffer, settings.sync_every
@@ -60,9 +67,12 @@ class Witness(Measurements):
         """A generator received the receipt of a step."""
         self._acknowledged.setdefault(of.group_id, set()).add((of.sample, of.attempt, index))
 
-    def leased(self, batch: MiniBatch, version: PolicyVersion, waited: float) -> None:
-        """The trainer received a mini-batch to train on top of `version`."""
-        super().leased(batch, version, waited)
+    def leased(self, batch: MiniBatch, waited: float) -> None:
+        """The trainer received a mini-batch, for which it had waited `waited` seconds."""
+        self.wait_seconds.append(waited)
+        for micro_batch in (m for rank in batch.ranks for m in rank):
+            ages_N = micro_batch.staleness_N[micro_batch.staleness_N >= 0]
+            self.staleness.update(dict(zip(*(a.tolist() for a in np.unique(ages_N, return_counts=True)), strict=True)))
         again = [group_id for group_id in batch.groups if group_id in self.trained]
         if again:
             raise Broken(f"groups {again} are to be trained again; steps {[self.trained[o] for o in again]} used them")
@@ -79,6 +89,11 @@ class Witness(Measurements):
                 raise Broken(
                     f"a token is {ages_N.max()} versions old in strict order, {self._undone} steps were undone"
                 )
+
+    def committed(self, version: PolicyVersion, batch: MiniBatch, now: float) -> None:
+        """Record that the buffer has confirmed the commit of a mini-batch, with the new policy version `version`."""
+        self.committed_at.append(now)
+        self.trained.update(dict.fromkeys(batch.groups, version.step))
 
     def scored(self, buffer: Buffer) -> None:
         """All that happened is on the disk: raise Broken if a scorer's answer is not the one that was journalled."""
@@ -104,7 +119,7 @@ class Witness(Measurements):
         """A trainer joined at an earlier step."""
         reached = max(self.trained.values(), default=0)
         self._undone += max(reached - step, 0)
-        super().went_back(step)
+        self.trained = {group_id: used for group_id, used in self.trained.items() if used <= step}
 
     def look(self, buffer: Buffer) -> None:
         """Raise Broken if an acknowledged step is missing or the ledger is inconsistent."""

@@ -1,4 +1,4 @@
-"""Worlds full of faults, from seeds: work, faults, drain, and a check of the promises throughout.
+"""Worlds from seeds, calm or full of faults: work, faults, drain, and a check of the promises throughout.
 
     generators --requests--> NETWORK --> HOST (the real Buffer and Journal) <-- NETWORK <--requests-- trainer
                              delays, losses,     on a disk in memory that
@@ -14,14 +14,22 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from service.config import Config, load_config
-from tests.sim.calm_world import World
-from tests.sim.faults import AMPLE_ROOM, Faults, Network
+from service.errors import RunFailed
+from service.handoff.ledger.lifecycle import GroupState
+from tests.sim.disk import AMPLE_ROOM
+from tests.sim.faults import Faults, Network
+from tests.sim.generator import Generator
 from tests.sim.host import Host
-from tests.sim.measurements import Measurements
-from tests.sim.processes import FaultyGenerator, FaultyHost, FaultyTrainer
+from tests.sim.loop import Loop
 from tests.sim.scenario import Scenario, SimulationSettings
-from tests.sim.witness import Witness
+from tests.sim.trainer import Trainer
 
+HANG_SECONDS = 600.0
+"""A run hangs if it takes no optimizer step and ends no group for this many simulated seconds more than the longest
+regular pause: the seconds of the longest trajectory, its scorers, an optimizer step, and the
+arrival of the step's weights."""
+HANG_GROUPS = 100
+"""A run hangs too if this many groups in a row end untrained, without a complete group between them."""
 LOOK_SECONDS = 7.0
 FAULT_SECONDS = 25.0
 # Means of exponentially distributed times.
@@ -31,41 +39,55 @@ FULL_SECONDS = 8.0
 NOTICE_SECONDS = 3.0
 
 
-class FaultyWorld(World):
-    """A world with independent streams of faults until `Faults.until`; every process that died starts again."""
-
-    witness: Witness
-    host: FaultyHost
-    trainer: FaultyTrainer
-    generators: list[FaultyGenerator]  # type: ignore[assignment]
-    generator_class, trainer_class = FaultyGenerator, FaultyTrainer
+class World:
+    """One simulated run, with independent streams of faults until `Faults.until`; all random numbers are drawn from one
+    seed. Every process that died starts again."""
 
     def __init__(
-        self, settings: SimulationSettings, scenario: Scenario, faults: Faults, seed: int, segment_bytes: int = 64 << 20
+        self,
+        settings: SimulationSettings,
+        scenario: Scenario,
+        seed: int,
+        faults: Faults | None = None,
+        segment_bytes: int = 64 << 20,
     ) -> None:
-        self.faults, self._segment_bytes, self.calm_from = faults, segment_bytes, faults.until
+        self.settings, self.scenario, self.seed, self.faults = settings, scenario, seed, faults or Faults()
         self.fault_count = 0
         """Faults so far."""
-        super().__init__(settings, scenario, seed)
-        self._rng = self.rngs[0]
-
-    def new_measurements(self) -> Measurements:
-        self.witness = Witness(self.settings)
-        return self.witness
-
-    def new_host(self) -> Host:
-        network = Network(self.loop, self.rngs[2], self.faults.delay, self.faults.lost, self.faults.doubled)
-        rngs, witness = (self.rngs[1], self.rngs[5]), self.witness
-        return FaultyHost(self.settings, self.scenario, self.faults, network, witness, rngs, self._segment_bytes)
+        rngs = [np.random.default_rng((seed, part)) for part in range(6)]
+        self.loop, self._rng = Loop(), rngs[0]
+        network = Network(self.loop, rngs[2], self.faults.delay, self.faults.lost, self.faults.doubled)
+        self.host = Host(settings, scenario, self.faults, network, (rngs[1], rngs[5]), segment_bytes)
+        self.witness = self.host.witness
+        self.host.start()
+        self.generators = [Generator(f"g{n}", self.host, scenario, rngs[3]) for n in range(scenario.generators)]
+        self.trainer = Trainer(self.generators, self.host, scenario, rngs[4])
+        self.patience = (
+            HANG_SECONDS
+            + 2 * scenario.longest(settings) * scenario.token_seconds
+            + max((scorer.attempts * scorer.deadline for scorer in settings.scorers.values()), default=0.0)
+            + self.trainer.step_seconds
+            + scenario.sync_seconds
+        )
 
     def run(self) -> None:
-        """Run, end all faults, and check the promises.
+        """Train until the scenario's number of optimizer steps, end all faults, drain the buffer, and check the
+        promises.
 
         Raises:
             Broken: a promise was broken. Every exception carries the seed as a note.
+            RunFailed: the run hangs.
         """
         try:
-            super().run()
+            self.begin()
+            self._until(lambda: self.trainer.version.step >= self.scenario.steps)
+            self._until(lambda: self.loop.now > self.faults.until and self.host.alive)
+            self.host.buffer.drain("max_steps")
+            self.host.look_soon()
+            self._until(lambda: self.trainer.drained)
+            self.trainer.save()
+            self._until(lambda: self.host.buffer.ledger.state.covered == self.trainer.version.step)
+            self.host.buffer.end()
             self.witness.look(self.host.buffer)
             self.witness.check_the_end(self.host.buffer)
         except BaseException as error:  # also a bug's, and an interrupt's: the seed repeats what led to it
@@ -75,6 +97,33 @@ class FaultyWorld(World):
             self.host.scorers.end()
             self.loop.run(lambda: self.host.scorers.ended)
 
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Advance time until `done()` is true; raises RunFailed if the simulated run hangs."""
+        begun = since = self.loop.now
+        useful, ended, ended_before = (0, 0), 0, 0
+
+        def stuck() -> bool:
+            nonlocal since, useful, ended, ended_before
+            ledger, earlier = self.host.buffer.ledger, (useful, ended)
+            complete = ledger.state.next_finished - ledger.in_state[GroupState.FILTERED]
+            useful, ended = (len(self.witness.committed_at), complete), ledger.state.vacated
+            if self.loop.now < self.faults.until or (useful, ended) != earlier:
+                since = self.loop.now
+            if self.loop.now < self.faults.until or useful != earlier[0]:
+                ended_before = ended
+            return self.loop.now - since > self.patience or ended - ended_before > HANG_GROUPS
+
+        if not self.loop.run(lambda: done() or stuck()):
+            raise RunFailed(f"no event is left at {self.loop.now:.0f} s; {self._where()}")
+        if not done():
+            seconds = self.loop.now - max(begun, self.faults.until, *self.witness.committed_at[-1:])
+            raise RunFailed(f"no optimizer step for {seconds:.0f} s; {self._where()}")
+
+    def _where(self) -> str:
+        status = self.host.buffer.status()
+        waits = "; ".join(f"{wait.who} waits: {wait.detail}" for wait in status.waits)
+        return f"version {status.policy_version}, groups {status.groups}, refused {status.refused}, {waits}"
+
     def _look(self) -> None:
         """Compare buffer and witness at regular times."""
         if self.host.alive:
@@ -83,7 +132,9 @@ class FaultyWorld(World):
 
     def begin(self) -> None:
         """Start all processes, schedule every stream of faults, and the end of all faults."""
-        super().begin()
+        self.trainer.start()
+        for generator in self.generators:
+            generator.start()
         self._look()
         faults = self.faults
         self.host.on_death = lambda: self._soon(RESTART_SECONDS, self.host.start)
@@ -145,7 +196,7 @@ class FaultyWorld(World):
     def _join_generator(self) -> None:
         names = {generator.name for generator in self.generators}
         free = next(name for number in range(len(names) + 1) if (name := f"g{number}") not in names)
-        generator = FaultyGenerator(free, self.host, self.scenario, self._rng, self.measured)
+        generator = Generator(free, self.host, self.scenario, self._rng)
         generator.update(self.trainer.published)
         self.generators.append(generator)
         generator.start()
@@ -166,7 +217,7 @@ class FaultyWorld(World):
         if self._rng.random() < 0.5:
             self._soon(NOTICE_SECONDS, leave)
 
-    def _some_generator(self) -> FaultyGenerator | None:
+    def _some_generator(self) -> Generator | None:
         """None while all of them have left."""
         return self.generators[int(self._rng.integers(len(self.generators)))] if self.generators else None
 
@@ -187,7 +238,7 @@ class FaultyWorld(World):
         self.host.clock.wall_error += float(self._rng.choice([-86400.0, -3600.0, 3600.0]))
 
 
-def fault_world(seed: int) -> FaultyWorld:
+def fault_world(seed: int) -> World:
     """A small world in which every kind of fault may happen, with any settings that the configuration allows."""
     rng = np.random.default_rng((seed, 99))
     scenario = Scenario(
@@ -202,7 +253,7 @@ def fault_world(seed: int) -> FaultyWorld:
     )
     faults = Faults.drawn(rng, FAULT_SECONDS)
     settings, segment_bytes = SimulationSettings.of(_config(rng)), int(rng.choice([1, 3_000, 1 << 20]))
-    return FaultyWorld(settings, scenario, faults, seed, segment_bytes)
+    return World(settings, scenario, seed, faults, segment_bytes)
 
 
 _JUDGE = "use: 'mine:judge', workers: 2, deadline: 5, attempts: 3"

@@ -22,7 +22,7 @@ from service.handoff.waiting_claims import ClaimAnswer
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, Generator, config, step
 from tests.pure.scorers.test_asking import GOOD, Fake, asked_of
-from tests.sim.faults import FaultyDisk
+from tests.sim.disk import MemoryDisk
 
 GENERATORS, ROOM = 500, 4
 LOCK = lock_journal
@@ -121,7 +121,7 @@ async def test_who_waits_for_a_full_disk_shows_in_the_status_and_continues_when_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer joins while the disk is full; nobody else asks for anything."""
-    disk = FaultyDisk()
+    disk = MemoryDisk()
     monkeypatch.setattr(actors.buffer.actor, "Journal", partial(Journal, disk=disk))
     buffer = buffer_of(Config(), tmp_path)
     await buffer.ready()

@@ -11,7 +11,7 @@ from service.errors import JournalError, UserError
 from service.handoff.journal.disk import Disk, File
 from service.handoff.journal.journal import ALIGNMENT, SCHEMA, Journal
 from tests.pure.buffer.world import TurnedClock, World
-from tests.sim.faults import FaultyDisk, FaultyFile
+from tests.sim.disk import MemoryDisk, MemoryFile
 
 
 def opened(folder: Path, disk: Disk | None = None, segment_bytes: int = 1 << 20) -> Journal:
@@ -238,7 +238,7 @@ def test_segments_that_nobody_needs_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_frames_queued_and_recovers_when_space_returns(tmp_path: Path) -> None:
-    disk = FaultyDisk(room=400)
+    disk = MemoryDisk(room=400)
     journal = opened(tmp_path, disk)
     history = [bytes([i]) * 100 for i in range(4)]
     positions = [journal.append(2, payload) for payload in history]
@@ -251,7 +251,7 @@ def test_a_full_disk_keeps_frames_queued_and_recovers_when_space_returns(tmp_pat
 
 
 def test_a_kill_on_a_full_disk_leaves_no_torn_frame_to_replay(tmp_path: Path) -> None:
-    disk = FaultyDisk(room=300)
+    disk = MemoryDisk(room=300)
     journal = opened(tmp_path, disk)
     journal.append(2, b"x" * 50)
     journal.sync()
@@ -261,7 +261,7 @@ def test_a_kill_on_a_full_disk_leaves_no_torn_frame_to_replay(tmp_path: Path) ->
 
 
 def test_reserved_space_is_there_when_the_disk_is_full(tmp_path: Path) -> None:
-    disk = FaultyDisk(room=4096)
+    disk = MemoryDisk(room=4096)
     journal = opened(tmp_path, disk)
     assert journal.reserve(2000)
     assert not journal.reserve(1 << 20)
@@ -271,7 +271,7 @@ def test_reserved_space_is_there_when_the_disk_is_full(tmp_path: Path) -> None:
 
 
 def test_on_a_full_disk_segments_still_begin_and_keep_the_reserved_space(tmp_path: Path) -> None:
-    disk = FaultyDisk()
+    disk = MemoryDisk()
     journal = Journal(tmp_path, TurnedClock(), disk, segment_bytes=500)
     assert list(journal.replay()) == []
     assert journal.reserve(3 << 20)
@@ -287,7 +287,7 @@ def test_on_a_full_disk_segments_still_begin_and_keep_the_reserved_space(tmp_pat
     assert len(disk.files) == 1 and disk.used() < disk.room
 
 
-class SharedDisk(FaultyDisk):
+class SharedDisk(MemoryDisk):
     """A full disk beside another process, which takes what is given back first."""
 
     def __init__(self, taken: int) -> None:
@@ -298,7 +298,7 @@ class SharedDisk(FaultyDisk):
         return self.files.setdefault(path, SharedFile(self))
 
 
-class SharedFile(FaultyFile):
+class SharedFile(MemoryFile):
     def truncate(self, size: int) -> None:
         super().truncate(size)
         disk = self._disk
@@ -323,7 +323,7 @@ def test_of_reserved_space_only_what_another_process_takes_is_missing(tmp_path: 
 
 
 def test_reserved_space_survives_a_restart(tmp_path: Path) -> None:
-    disk = FaultyDisk()
+    disk = MemoryDisk()
     journal = Journal(tmp_path, TurnedClock(), disk)
     assert list(journal.replay()) == [] and journal.reserve(1 << 20)
     journal.append(2, b"x")
@@ -335,7 +335,7 @@ def test_reserved_space_survives_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    class Broken(FaultyDisk):
+    class Broken(MemoryDisk):
         def open(self, path: Path) -> File:
             file = super().open(path)
             file.sync = Mock(side_effect=OSError(errno.EIO, "Input/output error"))  # type: ignore[method-assign]

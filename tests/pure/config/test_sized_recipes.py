@@ -15,7 +15,7 @@ from service.errors import ConfigError
 from service.learn.model.hf_config import read_config
 from service.learn.model.router_replay import routing_of_model
 from tests.pure.config.test_recipes import CONFIGS, SIZED
-from tests.sim.calm_world import simulated
+from tests.sim.report import simulated
 from tests.sim.scenario import Scenario, SimulationSettings
 
 GPUS = dict(zip(SIZED, (1, 8, 8, 16, 16, 64), strict=True))
