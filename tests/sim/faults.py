@@ -41,7 +41,7 @@ class Faults:
     """Fraction of trajectories whose environment fails in the last turn."""
     undelivered: float = _fault(0.0, 0.1)
     """Fraction of turns whose response nobody receives, so that it is not trained."""
-    bad_answers: float = _fault(0.0, 0.3)
+    bad_answers: float = _fault(0.0, 0.6)
     """Fraction of a scorer's answers that are late, lost, wrong or twofold."""
 
     @classmethod
