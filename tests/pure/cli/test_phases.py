@@ -76,7 +76,7 @@ def test_a_reader_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) ->
     [
         # An open Ray is refused after all imports and before anything starts.
         (["run", "metrics.port=0"], "loading Ray, PyTorch and vLLM ...", {"ray", "torch"}),
-        (["plan", "--turns", "99"], "loading PyTorch ...", {"torch"}),
+        (["plan", "--gpus", "0"], "loading PyTorch ...", {"torch"}),
     ],
 )
 def test_a_command_says_what_it_does_before_it_loads_what_takes_seconds(
