@@ -10,7 +10,9 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import yaml
@@ -24,7 +26,7 @@ from service.rollout.environment import Task
 from service.rollout.environments.registry import make_environment
 from service.rollout.prompts.dataset import load_tasks
 from service.run.folder import TARGETS
-from service.scorers.reply import answer_from
+from service.scorers.reply import Answer, answer_from
 from service.scorers.scorer import Scorer
 from tests.docs.test_readme import blocks as blocks_in
 from tests.docs.test_readme import commands, sound, targets
@@ -215,17 +217,45 @@ def test_the_configurations_of_a_page_are_right(page: str, tmp_path: Path) -> No
 def test_the_judge_of_ones_own_scores_each_trajectory_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (code,) = [block for block in blocks(DOCS / "scorers.md", "python") if "def score" in block]
-    (tmp_path / "my_judge.py").write_text(code)
-    (tmp_path / "judge.yaml").write_text(blocks(DOCS / "scorers.md", "yaml")[0])
-    make_tokenizer(tmp_path, WORDS)
-    monkeypatch.syspath_prepend(tmp_path)
+    code, _ = [block for block in blocks(DOCS / "scorers.md", "python") if "def score" in block]
+    answer = judged(code, tmp_path, monkeypatch)
+    assert answer.rewards == [1 / 3, 1 / 3] and answer.info == ["2 turns", "2 turns"]
+
+
+def test_a_judge_behind_an_address_gets_the_texts_of_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, code = [block for block in blocks(DOCS / "scorers.md", "python") if "def score" in block]
+    bodies: list[list[dict[str, object]]] = []
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"rewards": [0.25, 0.75]}).encode())
+
+        def log_message(self, *of: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Judge) as server:
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        answer = judged(code.replace(":8000/", f":{server.server_port}/"), tmp_path, monkeypatch)
+        thread.join(60)
+    assert answer.rewards == [0.25, 0.75]
+    assert [sorted(each) for each in bodies[0]] == [["task", "text"], ["task", "text"]]
+
+
+def judged(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
+    """The answer of the page's judge with this code about a group of two trajectories."""
+    (folder / "my_judge.py").write_text(code)
+    (folder / "judge.yaml").write_text(blocks(DOCS / "scorers.md", "yaml")[0])
+    make_tokenizer(folder, WORDS)
+    monkeypatch.syspath_prepend(folder)
     try:
-        judge = Scorer("judge", load([tmp_path / "judge.yaml"]).config.scorers["judge"], (), tmp_path, TASKS)
-        answer = answer_from(asyncio.run(judge.reply(0, encode_group(GROUP))), room=0)
+        judge = Scorer("judge", load([folder / "judge.yaml"]).config.scorers["judge"], (), folder, TASKS)
+        return answer_from(asyncio.run(judge.reply(0, encode_group(GROUP))), room=0)
     finally:
         sys.modules.pop("my_judge", None)
-    assert answer.rewards == [1 / 3, 1 / 3] and answer.info == ["2 turns", "2 turns"]
 
 
 def test_the_reward_of_ones_own_changes_only_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
