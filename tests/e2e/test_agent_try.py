@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from service.rollout.chat.tokenizer import load_tokenizer, make_byte_tokenizer
 from tests.e2e.test_engine import SHAPE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 def make_model(folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests import hostile_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1000)]
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -61,7 +61,6 @@ def test_a_worker_has_the_standard_library_and_no_folder_of_the_drivers_on_its_p
     assert on_path == "[]"
 
 
-@pytest.mark.full
 def test_a_run_trains_there_and_its_generator_loads_the_standard_library(tmp_path: Path) -> None:
     folder = hostile_folder.make(tmp_path)
     baton = str(Path(sys.executable).with_name("baton"))

@@ -19,7 +19,7 @@ from service.types import PolicyVersion
 from tests.e2e.test_engine import ATOL, CONFIG, difference, logprobs, started, update, weights_of
 from tests.families.engine import small_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 FEW = CONFIG.model_copy(update={"generator": CONFIG.generator.model_copy(update={"concurrent_groups": 1})})
 TURN = Sampling(max_tokens=60)

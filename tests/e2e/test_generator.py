@@ -41,7 +41,7 @@ from service.types import MiniBatch, PolicyVersion
 from tests.pure.actors.fakes import at, bucket_of
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 CONFIG = Config(
     run=RunConfig(stall_deadline=60),

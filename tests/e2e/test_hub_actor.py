@@ -14,7 +14,7 @@ from actors.observe.metrics_hub import MetricsHub
 from service.config import Config, MetricsConfig
 from service.run.folder import read_address
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 class DyingHub(MetricsHub):
@@ -37,7 +37,7 @@ def test_a_hub_that_dies_while_the_run_starts_is_started_again(tmp_path: Path) -
 
     config = Config(metrics=MetricsConfig(port=0))
     hub = ray.remote(DyingHub).options(num_cpus=0, max_restarts=-1).remote(config.model_dump_json(), str(tmp_path))
-    assert asyncio.run(started(partial(call, hub.start, who="the hub"), tries=4)) == read_address(tmp_path)
+    assert asyncio.run(started(partial(call, hub.start, who="the hub"), within=60)) == read_address(tmp_path)
     ray.kill(hub)
 
 

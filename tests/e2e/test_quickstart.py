@@ -149,6 +149,7 @@ def test_a_run_whose_terminal_is_closed_ends_in_order(drive: Drive, left_over: L
     assert json.loads((run.folder / "summary.json").read_text())["state"] == "stopped"
 
 
+@pytest.mark.full
 def test_a_killed_run_leaves_no_process(drive: Drive, left_over: LeftOver) -> None:
     run = drive(ENDLESS)
     run.until("training:")

@@ -28,7 +28,7 @@ from tests.e2e.test_engine import CONFIG, VOCABULARY, dense
 from tests.pure.buffer.world import step
 from tests.pure.scorers.test_scorer import group_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 def test_the_engine_of_a_teacher_agrees_with_a_forward_pass(local_ray: None, tmp_path: Path) -> None:
@@ -80,7 +80,6 @@ def test_code_that_hangs_or_dies_is_followed_by_another_process(local_ray: None,
     assert len(actors) == 2
 
 
-@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_run_is_scored_by_its_judge(drive: Callable[..., Any]) -> None:
     settings = ["run.max_steps=2", "model.warm_start.steps=40", "metrics.port=0", "run.trajectories_per_step=8"]

@@ -78,6 +78,7 @@ def test_conversations_are_learned_and_the_final_model_is_one_for_transformers_a
     assert prepare(load_config([ROOT / "configs/quickstart.yaml"], taken), tmp_path / "rl").base == run / "final"
 
 
+@pytest.mark.full
 def test_a_stop_signal_to_its_process_group_ends_it_after_its_step_with_the_final_model(tmp_path: Path) -> None:
     words = command(tmp_path, "run.max_steps=100000", "trainer.checkpoint_every=0")
     with subprocess.Popen(
