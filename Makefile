@@ -7,12 +7,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
 # Tests without Ray and vLLM share no process, port or folder: as many run at once as there are
-# cores. Of the others two files run at once: each waits much for processes that start.
+# cores. Of the others two files run at once: each waits much for processes that start. `make test`
+# has the former beside the latter, and prints what they said at the end.
 AT_ONCE := -n logical --maxprocesses 8 --dist worksteal tests/pure tests/machine tests/sim
 TWO_FILES := -n 2 --dist loadfile
 IN_TURN := tests/e2e tests/chaos tests/hosts tests/gpu
 # Documentation, deployment files, servers and pages: these tests matter where those files changed.
 EDGES := tests/docs tests/deploy tests/browser tests/e2e/test_monitoring.py
+CLIENTS := $(addprefix tests/pure/agents/test_,oracles.py published_agents.py recipes.py sdk_fields.py sdks.py)
 # Settings of `make quickstart` and `make real` over their configurations, such as SET="run.seed=1 buffer.lookahead=0".
 SET :=
 # On a machine with one or two GPUs the quick start fits them: a rank and an engine share one, or have one each.
@@ -52,17 +54,22 @@ real: venv ## prepare SmolLM2-135M-Instruct and train it on a game in several tu
 cluster-demo: venv ## the same over four Ray hosts on this machine (root, Linux); says how to look and disturb
 	@$(BIN)/python -m tests.hosts.demo $(SET)
 
-.PHONY: servers test test-fast test-edges test-slurm test-full test-chaos worlds soak
+.PHONY: servers test test-fast test-edges test-clients test-slurm test-full test-chaos worlds soak
 servers: dev ## Prometheus, Alertmanager, Chromium and Slurm for the tests, as root with apt-get (BATON_SERVERS=no: never)
 	@$(BIN)/python scripts/servers.py
 test: dev ## the test suite on CPU, real Ray, vLLM and FSDP included
-	@echo "baton: testing"
-	@$(PYTEST) -m "not full" $(AT_ONCE)
-	@$(PYTEST) -m "not full and not chaos" --ignore tests/e2e/test_monitoring.py $(TWO_FILES) $(IN_TURN)
+	@echo "baton: testing, with real Ray and vLLM first; tests without them run beside that and are printed last"
+	@said=$$(mktemp); failed=0; \
+	    $(PYTEST) -m "not full" $(AT_ONCE) >$$said 2>&1 & \
+	    beside=$$!; trap 'kill $$beside 2>/dev/null || true; rm -f $$said' EXIT; \
+	    $(PYTEST) -m "not full and not chaos" --ignore tests/e2e/test_monitoring.py $(TWO_FILES) $(IN_TURN) || failed=1; \
+	    wait $$beside || failed=1; cat $$said; exit $$failed
 test-fast: dev ## only the quick tests, which need neither Ray nor vLLM (one to two minutes)
 	@$(PYTEST) -m "not slow and not full" -n logical --maxprocesses 8 --dist worksteal tests/pure
 test-edges: dev servers ## documentation, deployment files, Prometheus, pages in a browser; .ci/run calls it if they changed
 	@$(PYTEST) -m "not full" $(EDGES)
+test-clients: dev ## SDKs and programs that speak to agents' endpoints, from their registries; .ci/run calls it if those changed
+	@$(PYTEST) -m full -n logical --maxprocesses 8 $(CLIENTS)
 test-slurm: dev servers ## deploy/slurm/train.sbatch on a real Slurm, as root; .ci/run calls it if that file changed
 	@$(PYTEST) tests/hosts/test_slurm.py -k one_command
 test-full: dev servers ## all tests that run on CPU, except test-chaos

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actors import RAY_ENV
 from tests.e2e.ledger_watch import LedgerWatch
-from tests.e2e.verdict import step_of
+from tests.e2e.verdict import lines_of, step_of
 
 ROOT = Path(__file__).parents[2]
 MARK = "BATON_TEST_RUN"
@@ -31,6 +35,7 @@ TAIL_LINES = 80
 """Of a run, in what a failed test says."""
 QUICK = ["model.warm_start.steps=10", "metrics.port=0"]
 """Settings of a quick start that soon begins to train."""
+SHORT = [*QUICK, "run.max_steps=12", "trainer.checkpoint_every=6", "model.warm_start.steps=30", "weights.verify=true"]
 ENDLESS = ["run.max_steps=100000", *QUICK]
 
 LeftOver = Callable[[str, str, float], dict[int, str]]
@@ -106,6 +111,29 @@ class Driver:
             assert silent < WAIT_SECONDS, f"no end and no word for {silent:.0f} s; the run said:\n{self.tail()}"
         return self.process.wait(LAST_SECONDS)
 
+    def finish(self) -> None:
+        """Read on to the end, which has to be a good one."""
+        assert self.end() == 0, self.tail()
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ask the run to end, wherever in a step it is; it ends with the signal's code."""
+        self.process.send_signal(number)
+        assert self.end() == 128 + number, self.tail()
+
+    def kill(self) -> None:
+        """kill -9 the driver."""
+        self.process.kill()
+        assert self.process.wait(timeout=60) == -signal.SIGKILL
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Those of `metrics.jsonl`, one of each optimizer step."""
+        return lines_of(self.folder)
+
+    def summary(self) -> dict[str, Any]:
+        """What the run wrote at its end."""
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return found
+
     def tail(self) -> str:
         """The last of what the run said."""
         return "".join(self.said[-TAIL_LINES:])
@@ -139,11 +167,11 @@ def close(drivers: Sequence[Driver], watches: Sequence[LedgerWatch]) -> None:
 
 
 Drive = Callable[..., Driver]
-"""Starts a run; see the fixture `drive`."""
+"""Starts a run; see `driving`."""
 
 
-@pytest.fixture
-def drive(tmp_path: Path) -> Iterator[Drive]:
+@contextmanager
+def driving(runs: Path) -> Iterator[Drive]:
     """Starts runs, each with a mark of its own in its environment; ends what a failed test left running.
 
     At every scrape of every one of them the token ledger has to close.
@@ -153,7 +181,7 @@ def drive(tmp_path: Path) -> Iterator[Drive]:
 
     def start(settings: list[str], recipe: str = "quickstart") -> Driver:
         mark = secrets.token_hex(8)
-        how = [] if "--resume" in settings else ["--config", f"configs/{recipe}.yaml", f"run.dir={tmp_path}"]
+        how = [] if "--resume" in settings else ["--config", f"configs/{recipe}.yaml", f"run.dir={runs}"]
         process = subprocess.Popen(
             [sys.executable, "-m", "service", "run", *how, *settings],
             cwd=ROOT,
@@ -162,10 +190,28 @@ def drive(tmp_path: Path) -> Iterator[Drive]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        drivers.append(Driver(process, mark, tmp_path / recipe))
-        watches.append(LedgerWatch(tmp_path / recipe))
+        drivers.append(Driver(process, mark, runs / recipe))
+        watches.append(LedgerWatch(runs / recipe))
         return drivers[-1]
 
-    yield start
-    close(drivers, watches)
+    try:
+        yield start
+    finally:
+        close(drivers, watches)
     assert [watch.open for watch in watches] == [[] for _ in watches], "the token ledger does not close"
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Drive]:
+    """See `driving`."""
+    with driving(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """One short quick start that has ended, for all who only look at what it left."""
+    with driving(tmp_path_factory.mktemp("finished")) as start:
+        run = start(SHORT)
+        run.finish()
+        yield run

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import Drive
 from tests.e2e.test_recovery import kill
+from tests.e2e.verdict import lines_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 
@@ -42,8 +42,7 @@ SAME = (
 
 
 def history(folder: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in SAME} for line in lines]
+    return [{key: line[key] for key in SAME} for line in lines_of(folder)]
 
 
 def same_history(whole: Path, killed: Path, steps: int) -> list[dict[str, float]]:
@@ -57,7 +56,7 @@ def same_history(whole: Path, killed: Path, steps: int) -> list[dict[str, float]
 
 def test_a_killed_and_resumed_run_has_the_history_of_the_uninterrupted_one(drive: Drive, tmp_path: Path) -> None:
     whole = drive(SETTINGS)
-    assert whole.end() == 0, whole.tail()
+    whole.finish()
 
     killed = drive([*SETTINGS, f"run.dir={tmp_path / 'killed'}"])
     killed.folder = tmp_path / "killed" / "quickstart"
@@ -68,11 +67,10 @@ def test_a_killed_and_resumed_run_has_the_history_of_the_uninterrupted_one(drive
     kill(killed, "VLLM::EngineCore")
     killed.until("generator-0 is back")
     killed.until_step(7)
-    killed.process.kill()
-    killed.process.wait(timeout=60)
+    killed.kill()
     resumed = drive(["--resume", str(killed.folder)])
     resumed.folder = killed.folder
-    assert resumed.end() == 0, resumed.tail()
+    resumed.finish()
 
     expected = same_history(whole.folder, killed.folder, STEPS)
     assert len({line["reward/avg_raw_reward"] for line in expected}) > 1, "the policy does not change"

@@ -16,7 +16,7 @@ from actors.weights.cuda_ipc import Handle, handle_of, rebuild_arguments
 from actors.weights.policy_tensors import PolicySize, TensorSpec, checksum_of, decode_announcement, encode_announcement
 from service.config import Config, WeightsConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 GPU = "0b4a"
 WEIGHTS = {

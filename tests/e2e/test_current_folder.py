@@ -21,21 +21,6 @@ SMALL = [
 ]  # fmt: skip
 
 
-WORKER = """
-from pathlib import Path
-import ray
-from actors.driver.ray_session import ray_session
-from service.config import Config
-
-def look():
-    import html, os, sys
-    return html.__file__, [path for path in sys.path if path in ("", os.getcwd())]
-
-with ray_session(Config(), "mark", Path()):
-    print(*ray.get(ray.remote(look).remote(), timeout=120), sep="\\n")
-"""
-
-
 def run_in(folder: Path, *command: str) -> str:
     """What a command printed in the folder; it has to end well, and nothing there may be executed."""
     done = subprocess.run(
@@ -52,13 +37,6 @@ def run_in(folder: Path, *command: str) -> str:
     assert done.returncode == 0, done.stdout
     assert not (folder / "executed").exists(), (folder / "executed").read_text()
     return done.stdout
-
-
-def test_a_worker_has_the_standard_library_and_no_folder_of_the_drivers_on_its_path(tmp_path: Path) -> None:
-    folder = hostile_folder.make(tmp_path)
-    html, on_path = run_in(folder, sys.executable, "-P", "-c", WORKER).splitlines()
-    assert not Path(html).is_relative_to(folder)
-    assert on_path == "[]"
 
 
 def test_a_run_trains_there_and_its_generator_loads_the_standard_library(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from actors.generator.group_limit import GroupLimit
 from actors.weights.image import Image
 from actors.weights.part import WeightBucket
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
-from service.errors import RunFailed, UserError
+from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling, validate_generation
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import at
@@ -145,13 +146,20 @@ def started(folder: Path, model: PreTrainedModel, config: Config = CONFIG, kind:
     return engine
 
 
-@pytest.fixture(scope="module")
-def engine(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Serves `dense(0)` as version 1.0 to begin with."""
-    engine = started(tmp_path_factory.mktemp("dense"), dense(0))
+@contextmanager
+def serving(*arguments: Any) -> Iterator[Any]:
+    """An engine as `started` makes it, to its orderly end."""
+    engine = started(*arguments)
     yield engine
     ray.get(engine.stop.remote())
     ray.kill(engine)
+
+
+@pytest.fixture(scope="module")
+def engine(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Serves `dense(0)` as version 1.0 to begin with."""
+    with serving(tmp_path_factory.mktemp("dense"), dense(0)) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -246,6 +254,7 @@ def test_a_token_sampled_before_an_update_has_the_old_version_and_one_after_it_t
     assert crossed > 0
 
 
+@pytest.mark.full
 def test_fifty_updates_under_load_lose_no_request_and_repeat_none(engine: Any) -> None:
     weights = [weights_of(dense(0)), weights_of(dense(1))]
     sampling = Sampling(max_tokens=48, stop_token_ids=())
@@ -261,6 +270,7 @@ def test_fifty_updates_under_load_lose_no_request_and_repeat_none(engine: Any) -
     assert len({generation.versions[-1] for generation in generations}) > 1
 
 
+@pytest.mark.full
 def test_turns_that_are_given_up_amid_updates_leave_nothing_behind(engine: Any) -> None:
     weights = [weights_of(dense(0)), weights_of(dense(1))]
     sampling = Sampling(max_tokens=255, stop_token_ids=())
@@ -316,6 +326,7 @@ def test_with_a_kept_cache_no_new_prompt_continues_on_another_versions_prefix(sm
     assert difference(mixture(1), long_prompt, generation, 1.0) < ATOL
 
 
+@pytest.mark.full
 def test_with_a_kept_cache_a_running_request_goes_on_with_what_the_old_weights_computed(small_engine: Any) -> None:
     ray.get(update(small_engine, 4, weights_of(mixture(0))))
     crossed = 0
@@ -341,6 +352,7 @@ def test_with_a_kept_cache_a_running_request_goes_on_with_what_the_old_weights_c
     ray.get(update(small_engine, 105, weights_of(mixture(1))))
 
 
+@pytest.mark.full
 def test_a_kv_cache_that_overflows_is_seen_and_loses_no_request(small_engine: Any) -> None:
     sampling = Sampling(max_tokens=200)
     requests = [small_engine.generate.remote(prompt(seed), sampling, f"r{seed}") for seed in range(16)]
@@ -356,38 +368,17 @@ def test_ten_updates_under_load_are_no_overflow_of_the_kv_cache(local_ray: None,
     """The cache holds ten of the longest requests, and might overflow with 64; here six are under way."""
     generator = CONFIG.generator.model_copy(update={"kv_cache_bytes": 120 * 32 * 1024})
     config = CONFIG.model_copy(update={"generator": generator})
-    engine, limit = started(tmp_path, dense(0), config), GroupLimit(8)
-    requests = [engine.generate.remote(prompt(i), Sampling(max_tokens=250), f"r{i}") for i in range(6)]
-    running = 0
-    for step in range(10):
-        ray.get(update(engine, 1 + step, weights_of(dense(step % 2))))
-        load = ray.get(engine.look.remote())
-        running += load.running
-        assert limit.observe(load, open_groups=8) == 8
-    ray.get(requests)
-    assert running > 10, "requests were preempted by updates"
-    assert limit.observe(ray.get(engine.look.remote()), open_groups=8) == 8
-    ray.get(engine.stop.remote())
-    ray.kill(engine)
-
-
-@pytest.mark.full
-def test_an_engine_with_options_of_the_user_computes_the_same(local_ray: None, tmp_path: Path) -> None:
-    options = {"max_num_batched_tokens": 64, "async_scheduling": False, "optimization_level": 0}
-    config = CONFIG.model_copy(update={"generator": CONFIG.generator.model_copy(update={"engine_options": options})})
-    engine = started(tmp_path, dense(0), config)
-    ray.get(update(engine, 1, weights_of(dense(1))))
-    after = ray.get(engine.generate.remote(prompt(0), Sampling(max_tokens=40), "r"))
-    assert difference(dense(1), prompt(0), after, 1.0) < ATOL
-    ray.get(engine.stop.remote())
-    ray.kill(engine)
-
-
-@pytest.mark.full
-def test_a_value_that_vllm_refuses_is_named(local_ray: None, tmp_path: Path) -> None:
-    generator = CONFIG.generator.model_copy(update={"engine_options": {"attention_backend": "NONE_SUCH"}})
-    with pytest.raises(UserError, match=r"generator\.engine_options: vLLM does not start with them: .*NONE_SUCH"):
-        started(tmp_path, dense(0), CONFIG.model_copy(update={"generator": generator}))
+    limit, running = GroupLimit(8), 0
+    with serving(tmp_path, dense(0), config) as engine:
+        requests = [engine.generate.remote(prompt(i), Sampling(max_tokens=250), f"r{i}") for i in range(6)]
+        for step in range(10):
+            ray.get(update(engine, 1 + step, weights_of(dense(step % 2))))
+            load = ray.get(engine.look.remote())
+            running += load.running
+            assert limit.observe(load, open_groups=8) == 8
+        ray.get(requests)
+        assert running > 10, "requests were preempted by updates"
+        assert limit.observe(ray.get(engine.look.remote()), open_groups=8) == 8
 
 
 def test_a_core_that_dies_amid_an_update_is_said_at_once(small_engine: Any) -> None:
@@ -417,6 +408,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_the_engines_processes_end_with_their_owner_also_when_it_is_killed(tmp_path: Path) -> None:
     dense(0).save_pretrained(tmp_path / "model")
     script = tmp_path / "owner.py"

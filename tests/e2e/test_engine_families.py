@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from service.config import ModelConfig, WeightsConfig
 from service.rollout.engine import Generation, Sampling
 from service.types import PolicyVersion
-from tests.e2e.test_engine import ATOL, CONFIG, difference, logprobs, started, update, weights_of
+from tests.e2e.test_engine import ATOL, CONFIG, difference, logprobs, serving, update, weights_of
 from tests.families.engine import small_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -45,10 +45,8 @@ def engine(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: py
     config = FEW.model_copy(
         update={"model": ModelConfig(dtype="bfloat16"), "weights": WeightsConfig(kv_cache=request.param)}
     )
-    engine = started(tmp_path_factory.mktemp("hybrid"), hybrid(0), config)
-    yield engine, request.param
-    ray.get(engine.stop.remote())
-    ray.kill(engine)
+    with serving(tmp_path_factory.mktemp("hybrid"), hybrid(0), config) as engine:
+        yield engine, request.param
 
 
 def test_linear_attention_is_off_by_no_more_than_twice_the_rounding_of_bfloat16(engine: Any) -> None:
@@ -88,22 +86,12 @@ def test_at_an_update_the_state_of_a_running_request_is_recomputed_or_kept_as_co
     assert is_near < 0.03 and is_far > 2 * is_near, (is_near, is_far)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family", ["gemma3", "glm4_moe", "gpt_oss", "olmo3", "smollm3"])
-def test_windows_sinks_and_layers_without_rope_are_sampled_as_computed(
+@pytest.mark.parametrize("family", ["gemma3", "gemma3 multimodal", "glm4_moe", "gpt_oss", "olmo3", "smollm3"])
+def test_windows_sinks_and_layers_without_rope_are_sampled_as_computed_and_of_a_multimodal_folder_the_language_model(
     local_ray: None, tmp_path: Path, family: str
 ) -> None:
-    model = small_model(family)
-    engine = started(tmp_path, model, FEW)
-    turns = ray.get([engine.generate.remote(prompt(seed), TURN, f"r{seed}") for seed in range(5)])
+    name, *multimodal = family.split()
+    model = small_model(name, 0, multimodal=bool(multimodal))
+    with serving(tmp_path, model, FEW) as engine:
+        turns = ray.get([engine.generate.remote(prompt(seed), TURN, f"r{seed}") for seed in range(5)])
     assert max(difference(model, prompt(seed), turn, 1.0) for seed, turn in enumerate(turns)) < ATOL
-    ray.kill(engine)
-
-
-@pytest.mark.full
-def test_of_a_multimodal_folder_the_language_model_is_served(local_ray: None, tmp_path: Path) -> None:
-    model = small_model("gemma3", 0, multimodal=True)
-    engine = started(tmp_path, model, FEW)
-    turn = ray.get(engine.generate.remote(prompt(0), TURN, "r"))
-    assert difference(model, prompt(0), turn, 1.0) < ATOL
-    ray.kill(engine)

@@ -26,7 +26,7 @@ END_SECONDS = 60
 
 @pytest.mark.parametrize(
     ("number", "word"),
-    [(signal.SIGTERM, "starting Ray"), (signal.SIGTERM, "evaluating"), (signal.SIGINT, "evaluating")],
+    [(signal.SIGTERM, "starting Ray"), (signal.SIGINT, "evaluating")],
 )
 def test_a_stopped_evaluation_ends_with_its_signals_code_and_leaves_nothing(
     number: signal.Signals, word: str, left_over: LeftOver, tmp_path: Path

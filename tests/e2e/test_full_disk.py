@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import threading
@@ -93,6 +92,6 @@ def test_a_run_on_a_disk_that_fills_at_each_phase_ends_with_a_line_and_goes_on_w
     assert any("writing the final weights" in line for line in run.said)
 
     run = drive(again)
-    assert run.end() == 0, run.tail()
+    run.finish()
     judged(run.folder, STEPS)
-    assert json.loads((run.folder / "summary.json").read_text())["state"] == "finished"
+    assert run.summary()["state"] == "finished"

@@ -13,7 +13,8 @@ import pytest
 
 from service.run.folder import LOGS
 from service.run.timeline import timeline_events
-from tests.e2e.conftest import ENDLESS, MARK, QUICK, Drive, LeftOver
+from tests.e2e.conftest import ENDLESS, MARK, Drive, Driver, LeftOver
+from tests.e2e.verdict import judged
 from tests.pure.timeline.schema import check_trace, seconds_named
 from tests.step_keys import without_meaning
 from tests.waiting import until
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 ROOT = Path(__file__).parents[2]
 END_SECONDS = 60
-SHORT = [*QUICK, "run.max_steps=12", "model.warm_start.steps=30", "weights.verify=true"]
+EVERY = 2
 
 
 def get(folder: Path, page: str) -> bytes:
@@ -33,12 +34,9 @@ def get(folder: Path, page: str) -> bytes:
     return body
 
 
-def test_a_short_run_trains_and_leaves_its_folder(drive: Drive, left_over: LeftOver) -> None:
-    run = drive(SHORT)
-    assert run.end() == 0, "".join(run.said)
+def test_a_short_run_trains_and_leaves_its_folder(finished: Driver, left_over: LeftOver) -> None:
+    run, lines = finished, finished.lines()
     assert_the_readme_shows_what_is_said(run.said)
-
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["trainer/global_step"] for line in lines] == list(range(1, 13))
     for line in lines:
         assert without_meaning(line) == []
@@ -48,7 +46,7 @@ def test_a_short_run_trains_and_leaves_its_folder(drive: Drive, left_over: LeftO
         assert np.isfinite([line["policy/policy_loss"], line["policy/grad_norm"]]).all()
         assert line["policy/is_ratio_mean"] == pytest.approx(1, abs=0.2)
 
-    summary = json.loads((run.folder / "summary.json").read_text())
+    summary = run.summary()
     assert summary["state"] == "finished" and summary["steps"] == 12
     assert summary["tokens"]["trained"] > 0 and summary["tokens"]["open"] == 0
     assert (run.folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
@@ -115,21 +113,14 @@ def test_a_run_serves_metrics_and_once_terminated_writes_its_final_weights_and_l
     status = json.loads(get(run.folder, "/status"))
     assert status["schema"] == 1 and status["run"]["max_steps"] == 100000
 
-    run.process.send_signal(signal.SIGTERM)  # wherever in a step it is
-    assert run.end() == 128 + signal.SIGTERM, "".join(run.said)
+    run.stop()
+    assert_stopped_in_order(run, left_over)
+
+
+def assert_stopped_in_order(run: Driver, left_over: LeftOver) -> None:
     assert left_over(MARK, run.mark, END_SECONDS) == {}
     assert (run.folder / "final" / "model.safetensors").is_file()
-    assert json.loads((run.folder / "summary.json").read_text())["state"] == "stopped"
-
-
-@pytest.mark.full
-def test_a_run_that_waits_for_room_ends_with_the_code_of_its_stop_signal(drive: Drive, left_over: LeftOver) -> None:
-    run = drive([*QUICK, "trainer.accelerator=H100"])
-    run.until("WAITING for room in the Ray cluster, for 9 min")
-    run.process.send_signal(signal.SIGTERM)
-    assert run.end() == 128 + signal.SIGTERM, "".join(run.said)
-    assert left_over(MARK, run.mark, END_SECONDS) == {}
-    assert json.loads((run.folder / "summary.json").read_text()) == {"state": "stopped", "steps": 0}
+    assert run.summary()["state"] == "stopped"
 
 
 def roles(status: bytes) -> set[str]:
@@ -144,26 +135,28 @@ def test_a_run_whose_terminal_is_closed_ends_in_order(drive: Drive, left_over: L
     run.process.stdout.close()
     run.process.send_signal(signal.SIGHUP)
     assert run.process.wait(120) == 128 + signal.SIGHUP
-    assert left_over(MARK, run.mark, END_SECONDS) == {}
-    assert (run.folder / "final" / "model.safetensors").is_file()
-    assert json.loads((run.folder / "summary.json").read_text())["state"] == "stopped"
+    assert_stopped_in_order(run, left_over)
 
 
-@pytest.mark.full
-def test_a_killed_run_leaves_no_process(drive: Drive, left_over: LeftOver) -> None:
-    run = drive(ENDLESS)
-    run.until("training:")
-    run.process.kill()
-    assert run.process.wait(timeout=60) == -signal.SIGKILL
+def test_a_killed_run_leaves_no_process_and_goes_on_from_its_checkpoint(drive: Drive, left_over: LeftOver) -> None:
+    run = drive([*ENDLESS, f"trainer.checkpoint_every={EVERY}"])
+    run.until_true((run.folder / "checkpoints" / f"step_{EVERY}" / "manifest.json").exists)
+    run.kill()
     assert left_over(MARK, run.mark, END_SECONDS) == {}
     assert not (run.folder / "final").exists()
+
+    steps = run.step() + 2
+    resumed = drive(["--resume", str(run.folder), f"run.max_steps={steps}"])
+    resumed.finish()
+    (after,) = [int(line.split()[-1]) for line in resumed.said if "resuming after step" in line]
+    assert EVERY <= after < steps and after % EVERY == 0
+    judged(run.folder, steps)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_quickstart_learns(drive: Drive, seed: int) -> None:
     run = drive([f"run.seed={seed}", "metrics.port=0"])
-    assert run.end() == 0, "".join(run.said)
-    summary = json.loads((run.folder / "summary.json").read_text())
-    assert summary["reward_gain"] >= 0.3
-    assert summary["seconds"] <= 300
+    run.finish()
+    assert run.summary()["reward_gain"] >= 0.3
+    assert run.summary()["seconds"] <= 300

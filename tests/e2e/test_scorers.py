@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from service.config import AlgorithmConfig, Config
 from service.config.rollout import ScorerConfig
 from service.handoff.steps.wire import encode as encode_group
 from service.rollout.chat.tokenizer import make_tokenizer
-from service.run.folder import read_lines
 from service.scorers.reply import Failure, ScorerFailed, answer_from
 from service.types import TrajectoryId
 from tests.e2e.test_engine import CONFIG, VOCABULARY, dense
@@ -78,14 +75,3 @@ def test_code_that_hangs_or_dies_is_followed_by_another_process(local_ray: None,
 
     asyncio.run(story())
     assert len(actors) == 2
-
-
-@pytest.mark.timeout(600)
-def test_a_run_is_scored_by_its_judge(drive: Callable[..., Any]) -> None:
-    settings = ["run.max_steps=2", "model.warm_start.steps=40", "metrics.port=0", "run.trajectories_per_step=8"]
-    settings += ["scorers={judge: {use: 'tests.pure.scorers.mine:lengths', combine: add}}"]
-    run = drive([*settings, "trainer.ranks=1"], "solver_verifier_tiny")
-    assert run.end() == 0, "".join(run.said)
-    assert json.loads((run.folder / "summary.json").read_text())["state"] == "finished"
-    kept = list(read_lines(run.folder / "trajectories.jsonl"))
-    assert kept and all(record["scores"]["judge"]["reward"] > 0 for record in kept if record["fate"] == "trained")

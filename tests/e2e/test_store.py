@@ -33,7 +33,7 @@ def test_killed_with_its_disk_a_run_goes_on_from_s3_with_the_history_of_the_unin
     drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = drive(SHORT)
-    assert whole.end() == 0, whole.tail()
+    whole.finish()
     with flaky_s3_server(share=0.0) as (environment, flaky):
         for name, value in {**environment, "AWS_ENDPOINT_URL": f"http://{flaky.server}"}.items():
             monkeypatch.setenv(name, value)
@@ -44,8 +44,7 @@ def test_killed_with_its_disk_a_run_goes_on_from_s3_with_the_history_of_the_unin
         killed.until("run folder: ")
         flaky.share = SHARE
         killed.until_true(lambda: max(stored_steps(store.sizes()), default=0) >= 2, "a checkpoint in the store")
-        killed.process.kill()
-        killed.process.wait(timeout=60)
+        killed.kill()
         shutil.rmtree(killed.folder, ignore_errors=True)
 
         flaky.share = 0.0  # a command that finds its store failing says so, and ends
@@ -53,7 +52,7 @@ def test_killed_with_its_disk_a_run_goes_on_from_s3_with_the_history_of_the_unin
         resumed.folder = tmp_path / "second" / "quickstart"
         resumed.until("resuming after step")
         flaky.share = SHARE
-        assert resumed.end() == 0, resumed.tail()
+        resumed.finish()
         assert stored_steps(store.sizes())[0] == STEPS
         final = json.loads(b"".join(store.get("summary.json")))
         weights = resumed.folder / "final" / "model.safetensors"

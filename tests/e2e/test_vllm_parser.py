@@ -16,7 +16,11 @@ from service.rollout.chat.chat import Chat
 from service.rollout.chat.tools import ToolCall
 from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON, tokenizer_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
+]
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "search", "arguments": {"query": "marn"}}</tool_call>'

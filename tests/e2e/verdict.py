@@ -14,9 +14,14 @@ def step_of(folder: Path) -> int:
     return int(json.loads(whole.splitlines()[-1])["trainer/global_step"]) if whole else 0
 
 
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's `metrics.jsonl`, one of each optimizer step."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def judged(folder: Path, steps: int) -> list[dict[str, Any]]:
     """The run's lines of `metrics.jsonl`: each step is there once, and no token was trained twice or is left open."""
-    lines: list[dict[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(folder)
     assert [line["trainer/global_step"] for line in lines] == list(range(1, steps + 1))
     assert [line["trainer/incarnation"] for line in lines] == sorted(line["trainer/incarnation"] for line in lines)
     tokens = json.loads((folder / "summary.json").read_text())["tokens"]
