@@ -1,4 +1,4 @@
-"""Asks Ray for the process of an actor, and for the reason why a process has ended; used by `service.run.liveness`."""
+"""Asks Ray for the process of an actor, and for the reason why a process has ended."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ray._private.state import state as cluster_state
 from ray.core.generated.common_pb2 import WorkerExitType
 from ray.core.generated.gcs_pb2 import WorkerTableData
 
-from service.run.liveness import CAUSE_SECONDS, Life
-from service.run.memory import Memory, in_gb, remedy
+from service.run.liveness.host_memory import Memory, in_gb, remedy
+from service.run.liveness.supervisor import CAUSE_SECONDS, Life
 
 WATCHING = "watching"
 """Ray's concurrency group for health checks; a health check does not wait for other calls of the actor."""

@@ -30,7 +30,7 @@ from service.config import Config, load
 from service.handoff.steps.tables import end_objects
 from service.handoff.steps.values import StopReason
 from service.rollout.environment import Message, StepResult, Task
-from service.run.inputs import Prepared
+from service.run.preparing.inputs import Prepared
 from service.types import TrajectoryEnd
 
 __all__ = ["RewardedLookup", "demonstrations", "rows", "vocabulary"]

@@ -32,8 +32,8 @@ from service.learn.supervised import SupervisedSteps
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Task
 from service.rollout.step_sinks import StepColumns
-from service.run.inputs import Prepared
-from service.run.inputs import demonstrations as demonstration_rows
+from service.run.preparing.inputs import Prepared
+from service.run.preparing.inputs import demonstrations as demonstration_rows
 from service.types import Int32s, PolicyVersion, TrajectoryId
 
 QUIET_SECONDS = 0.005

@@ -29,7 +29,7 @@ from service.config.learn import TrainerConfig
 from service.config.tree import Config
 from service.handoff.batches.pack import place, place_sharing, prefix_order
 from service.learn.device_batch import unsampled_micro_batch
-from service.plan.memory import FitSettings, Size
+from service.plan.gpu_memory import FitSettings, Size
 from service.types import MiniBatch, SupervisedRow
 
 PROMPT, SAMPLES = 1500, 8

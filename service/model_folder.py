@@ -1,6 +1,7 @@
 """Checks a Hugging Face model folder without torch: names of its files, configuration, tokenizer.
 
-When a run begins, `service.run.inputs` checks the shape of every weight, and how transformers reads the folder.
+When a run begins, `service.run.preparing.inputs` checks the shape of every weight, and how transformers reads the
+folder.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
 from service.rollout.prompts.dataset import load_tasks, rows_digest
-from service.run.teachers import teachers_of
-from service.run.trajectories import LostTrajectories, RecordSettings, trajectory_records
+from service.run.preparing.teachers import teachers_of
+from service.run.records.trajectories import LostTrajectories, RecordSettings, trajectory_records
 from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
 
 TICK_SECONDS = 0.5

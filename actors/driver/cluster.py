@@ -43,8 +43,8 @@ from service.config import Config
 from service.errors import RunFailed, UserError
 from service.rollout.run_secret import RunSecret
 from service.run.folder import ADDRESS
-from service.run.inputs import Prepared
 from service.run.phases import say
+from service.run.preparing.inputs import Prepared
 
 HUB = "metrics-hub"
 BUFFER = "buffer"

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """The command `baton run`: train a policy; returns the exit code."""
     resume: Path | None = None
     if arguments.resume is not None:
-        from service.run.resuming import folder_to_resume, resumed
+        from service.run.preparing.resuming import folder_to_resume, resumed
         from service.store.fetch import from_store
 
         resume, overrides = folder_to_resume(arguments.resume, arguments.config, overrides, from_store)
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase("reading the configuration", after=SHORT_SECONDS):
         from service.config import check_paths
         from service.config.command_line import checked_config
-        from service.run.metrics_port import listening_socket
+        from service.observe.metrics_port import listening_socket
 
         config, source = checked_config(arguments, overrides)
         with source.named_in_errors():
@@ -99,7 +99,7 @@ def downloaded(config: Config) -> tuple[Config, dict[str, str]]:
     addresses = hub_addresses(config)
     if not addresses:
         return config, {}
-    from service.run.hub import download
+    from service.model_hub import download
 
     local: dict[Path, Path] = {}
     revisions: dict[str, str] = {}
@@ -113,7 +113,7 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """The command `baton eval`: evaluate a model, a run or a checkpoint; returns the exit code."""
     from service.config.paths import check_output
     from service.evaluation.report import table, write_output
-    from service.run.eval_target import eval_target
+    from service.run.preparing.eval_target import eval_target
 
     if arguments.output is not None:
         check_output(arguments.output)
@@ -164,7 +164,7 @@ def sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
                 )
     with phase("reading the model and the conversations", after=SHORT_SECONDS), source.named_in_errors():
         from service.config.paths import with_absolute_paths
-        from service.run.inputs import read_conversations
+        from service.run.preparing.inputs import read_conversations
 
         config = with_absolute_paths(config)
         model, train, held_out = read_conversations(config.model, config.data, config.generator)

@@ -38,14 +38,14 @@ from actors.weights.weight_source import TRAINER, TrainerLost
 from service.config import Config, resolved_yaml
 from service.errors import BatonError, ProcessLost, RunFailed
 from service.handoff.verbs import WaitReason
+from service.observe.metrics_port import DEFAULT_PORT
 from service.run.checkpoints import Manifest
 from service.run.folder import BEST, FINAL, LOGS
-from service.run.inputs import Prepared, demonstrations
-from service.run.liveness import Supervisor
-from service.run.metrics_port import DEFAULT_PORT
+from service.run.liveness.supervisor import Supervisor
 from service.run.phases import phase
-from service.run.progress import QUIET_SECONDS, end_early
-from service.run.writer import RunWriter
+from service.run.preparing.inputs import Prepared, demonstrations
+from service.run.records.progress import QUIET_SECONDS, end_early
+from service.run.records.writer import RunWriter
 from service.store.uploads import Uploads
 from service.types import PolicyVersion
 

@@ -26,10 +26,10 @@ from service.config import Config
 from service.config.paths import with_absolute_paths
 from service.errors import BatonError, RunFailed
 from service.evaluation.scores import Evaluation
-from service.run.eval_target import EvalTarget
-from service.run.export import export
-from service.run.inputs import prepare_evaluation, prepare_weights
 from service.run.phases import phase
+from service.run.preparing.eval_target import EvalTarget
+from service.run.preparing.inputs import prepare_evaluation, prepare_weights
+from service.run.preparing.weights_export import export
 
 
 class PreparedEvaluation(NamedTuple):

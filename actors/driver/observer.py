@@ -14,11 +14,11 @@ from service.config import Config
 from service.errors import RunFailed
 from service.handoff.verbs import Wait
 from service.observe.logprob_mismatch import LogprobCheck
+from service.run.liveness.repeated_failures import FailureWatch
 from service.run.phases import phase
-from service.run.progress import QUIET_SECONDS, Progress
-from service.run.repeated_failures import FailureWatch
-from service.run.trajectories import describe_ends
-from service.run.writer import RunWriter
+from service.run.records.progress import QUIET_SECONDS, Progress
+from service.run.records.trajectories import describe_ends
+from service.run.records.writer import RunWriter
 from service.types import PolicyVersion
 
 

@@ -7,17 +7,17 @@ from pathlib import Path
 from service.config import Config
 from service.config.checks import check_bytes
 from service.learn.model.router_replay import routing_of_model
+from service.plan.gpu_memory import FitSettings, refuse_too_large
 from service.plan.kv_cache import check_engine
-from service.plan.memory import FitSettings, refuse_too_large
 from service.rollout.chat.chat import Chat
 from service.rollout.check_inputs import check_environments
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.first_prompts import too_long
 from service.rollout.prompts.mixture import train_file
 from service.run.folder import DATA, initial_model, warmed_model
-from service.run.inputs import Prepared, checked_model, checked_shapes, make_policy, prepare_evaluation
 from service.run.phases import say
-from service.run.teachers import teachers_of
+from service.run.preparing.inputs import Prepared, checked_model, checked_shapes, make_policy, prepare_evaluation
+from service.run.preparing.teachers import teachers_of
 from service.scorers.teacher import check_tokenizers
 from service.scorers.user import check_scorers
 

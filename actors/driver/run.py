@@ -25,8 +25,8 @@ from service.config.core_settings import buffer_settings
 from service.config.paths import with_absolute_paths
 from service.errors import BatonError, RunFailed, UserError
 from service.files import write_atomic
+from service.handoff.buffer_settings import opening
 from service.handoff.ledger.replaying import check_begun
-from service.handoff.settings import opening
 from service.rollout.prompts.dataset import rows_digest
 from service.rollout.run_secret import RunSecret, run_secret
 from service.run.checkpoints import Checkpoints, Manifest
@@ -42,12 +42,12 @@ from service.run.folder import (
     new_run_folder,
     runs_folder,
 )
-from service.run.inputs import Prepared, check_checkpoint
-from service.run.log_file import log_into
 from service.run.phases import phase, say
-from service.run.progress import end_early
-from service.run.resuming import changed_settings
-from service.run.writer import RunWriter
+from service.run.preparing.inputs import Prepared, check_checkpoint
+from service.run.preparing.resuming import changed_settings
+from service.run.records.log_file import log_into
+from service.run.records.progress import end_early
+from service.run.records.writer import RunWriter
 from service.store.uploads import Uploads, begin_uploads
 
 UPLOAD_QUIET_SECONDS = 1.0

@@ -31,7 +31,7 @@ from service.learn.optimizer import learning_rate
 from service.observe.summary import duration
 from service.run.folder import CHECKPOINTS, FINAL, LOGS, lock_run, new_run_folder, runs_folder
 from service.run.phases import phase, say
-from service.run.writer import RunWriter
+from service.run.records.writer import RunWriter
 from service.types import SupervisedRow
 
 Rows = Sequence[SupervisedRow]

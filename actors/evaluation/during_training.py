@@ -18,7 +18,7 @@ from service.errors import Starved
 from service.evaluation.report import table
 from service.evaluation.scores import Evaluation
 from service.run.folder import EVALUATIONS, read_lines
-from service.run.writer import RunWriter
+from service.run.records.writer import RunWriter
 
 STOP_CHECK_SECONDS = 0.5
 """Seconds between two checks whether the run was stopped."""

@@ -28,8 +28,8 @@ from service.backoff import retried
 from service.config import RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import BatonError, ProcessLost, RunFailed, Starved, UserError
-from service.run.liveness import Supervisor
-from service.run.memory import advice
+from service.run.liveness.host_memory import advice
+from service.run.liveness.supervisor import Supervisor
 from service.types import PolicyVersion
 
 STOP_SECONDS = 10.0

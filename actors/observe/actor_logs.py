@@ -13,8 +13,8 @@ from typing import Any
 
 from actors.watchdog import MARK
 from service.environment_variables import LOG_FOLDER
-from service.run import log_file
-from service.run.log_file import SUFFIX
+from service.run.records import log_file
+from service.run.records.log_file import SUFFIX
 
 log = logging.getLogger(__name__)
 

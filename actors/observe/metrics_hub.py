@@ -21,10 +21,10 @@ from actors.observe.http_guard import for_own_names
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
-from service.observe.hub import Hub
+from service.observe.merged_metrics import Hub
+from service.observe.metrics_port import listening_socket
 from service.run.folder import ADDRESS, TIMELINE, read_address, write_address
-from service.run.metrics_port import listening_socket
-from service.run.timeline import TimelineFiles
+from service.run.records.timeline import TimelineFiles
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ VARY = {"Vary": "Accept"}
 
 
 class MetricsHub(Supervised):
-    """Ray actor around `service.observe.hub.Hub`, with an HTTP server in the actor's event loop."""
+    """Ray actor around `service.observe.merged_metrics.Hub`, with an HTTP server in the actor's event loop."""
 
     def __init__(self, config_json: str, run_folder: str | None = None) -> None:
         """Create the hub; `run_folder`: the folder for the address and the timeline, or None."""

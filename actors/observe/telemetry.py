@@ -20,7 +20,7 @@ from service.observe.measure import (
 )
 from service.observe.metrics import Metrics
 from service.observe.recorder import States
-from service.observe.status import buffer_report, run_report
+from service.observe.status_document import buffer_report, run_report
 from service.scorers.reply import REASONS
 from service.store.uploads import Uploads
 from service.types import PolicyVersion

@@ -45,8 +45,8 @@ from service.observe.measure import measure_states
 from service.observe.metrics import Metrics
 from service.observe.recorder import States, Trace
 from service.run.folder import PROFILES
-from service.run.liveness import Life
-from service.run.memory import in_gb
+from service.run.liveness.host_memory import in_gb
+from service.run.liveness.supervisor import Life
 from service.types import SupervisedRow
 
 log = logging.getLogger(__name__)

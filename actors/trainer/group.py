@@ -21,7 +21,7 @@ from service.errors import ProcessLost, RunFailed, Starved
 from service.learn.learner import StepReport
 from service.learn.model.policy_model import Checkpointing
 from service.learn.out_of_memory import OutOfMemory
-from service.run.memory import advice
+from service.run.liveness.host_memory import advice
 from service.run.phases import say
 from service.types import PolicyVersion, SupervisedRow
 

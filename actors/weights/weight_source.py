@@ -12,7 +12,7 @@ from service.errors import BatonError
 from service.types import PolicyVersion
 
 TRAINER = "trainer"
-"""Name of all ranks together in `service.run.liveness.Supervisor`."""
+"""Name of all ranks together in `service.run.liveness.supervisor.Supervisor`."""
 
 
 class TrainerLost(BatonError):

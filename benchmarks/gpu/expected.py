@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.gpu.figures import Range
 from benchmarks.gpu.steps import MICRO_BATCHES, configured, shape_folder
-from service.plan.memory import GPUS, Size
+from service.plan.gpu_memory import GPUS, Size
 
 H100 = GPUS["h100"]
 PRODUCTS, BANDWIDTH = 750e12, 2.8e12

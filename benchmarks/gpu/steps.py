@@ -27,7 +27,7 @@ from service.learn.device_batch import unsampled_micro_batch
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
 from service.learn.model.policy_model import Checkpointing
-from service.plan.memory import GPUS, FitSettings, fit
+from service.plan.gpu_memory import GPUS, FitSettings, fit
 from service.types import MiniBatch, SupervisedRow
 
 MICRO_BATCHES = 2

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from service.agents.command_process import Finished, remove
-from service.config.command import CommandConfig
+from service.config.agent_command import CommandConfig
 from service.errors import in_one_line
 from service.rollout.child_process import ChildDied, ChildProcesses, ChildRaised
 from service.rollout.environment import AgentSession, OversizedOutput, Task

@@ -76,7 +76,7 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
             loss_named(config.algorithm.loss)
         if config.model.adapter is not None:
             from service.config.paths import with_absolute_paths
-            from service.run.inputs import check_first_adapter
+            from service.run.preparing.inputs import check_first_adapter
 
             check_first_adapter(with_absolute_paths(config).model)
         estimates = _estimates(config)
@@ -110,8 +110,8 @@ def _estimates(config: Config) -> list[str]:
         return []
     from service.learn.model.hf_config import read_config
     from service.learn.model.router_replay import routing_of_model
+    from service.plan.gpu_memory import GPUS, FitSettings, fit, known_gpu, refuse_too_large
     from service.plan.kv_cache import check_engine
-    from service.plan.memory import GPUS, FitSettings, fit, known_gpu, refuse_too_large
 
     model = read_config(config.model.path)
     check_engine(model, config.generator, config.model.dtype)

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write the weights of a run or of a checkpoint."""
     from service.config import load
     from service.config.command_line import no_more_words
-    from service.run.eval_target import eval_target
+    from service.run.preparing.eval_target import eval_target
 
     no_more_words(arguments)
     if useless := [override for override in overrides if not override.startswith("model.")]:
@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if os.path.lexists(arguments.output):  # also a link without a target
         raise UserError(f"{arguments.output} exists already; give another folder, or delete it")
     with phase("writing the weights", after=QUIET_SECONDS):
-        from service.run.export import export
-        from service.run.inputs import prepare_weights
+        from service.run.preparing.inputs import prepare_weights
+        from service.run.preparing.weights_export import export
 
         manifest = prepare_weights(model, target)
         _refuse_without_effect(overrides, copied=manifest is None, is_adapter=model.lora is not None)

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from service.errors import UserError
-from service.run.arguments import NEWEST_HELP, count
-from service.run.folder import LOGS, SUMMARY, run_folder
-from service.run.log_file import SUFFIX
+from service.run.folder import LOGS, NEWEST_HELP, SUMMARY, count, run_folder
 from service.run.phases import say
+from service.run.records.log_file import SUFFIX
 
 ABOUT = """\
 Print the newest lines of a run's logs in the order of their times; with --follow, part by part, and go on with the

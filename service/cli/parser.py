@@ -71,7 +71,7 @@ COMMANDS = (
     Command("status", "what a run is doing now, or how it ended", "service.cli.status"),
     Command("logs", "what the parts of a run print", "service.cli.logs"),
     # Optional commands: if the line and the folder of one are removed, everything else works.
-    Command("plan", "whether a configuration fits, and how long a step may take", "service.plan.command", True),
+    Command("plan", "whether a configuration fits, and how long a step may take", "service.plan.plan_command", True),
     Command("trace", "write a run's timeline: who did what when", "service.trace.trace_command"),
     Command("trajectories", "show what the policy wrote in a run", "service.trace.trajectories_command"),
     Command("agent-try", "try an agent: what it calls, and what would be trained", "service.cli.agent_try", True),

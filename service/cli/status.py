@@ -18,9 +18,18 @@ from urllib.parse import urlsplit
 from service.cli.status_view import status_lines
 from service.errors import UserError, in_one_line, printable
 from service.files import is_locked
-from service.observe.status import SCHEMA, Status
-from service.run.arguments import NEWEST_HELP
-from service.run.folder import ADDRESS, RUNS, SUMMARY, check_begun, find_run, no_such_run, read_address, run_folder
+from service.observe.status_document import SCHEMA, Status
+from service.run.folder import (
+    ADDRESS,
+    NEWEST_HELP,
+    RUNS,
+    SUMMARY,
+    check_begun,
+    find_run,
+    no_such_run,
+    read_address,
+    run_folder,
+)
 
 ABOUT = """\
 Show a run's rates, its groups by state, its tokens by fate, and which actor waits for what; of a run that has ended,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from service.errors import UserError
-from service.observe.status import Status
+from service.observe.status_document import Status
 from service.observe.summary import duration, fates_in_words, summary_lines
 
 LABEL_WIDTH = 11

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from service.config.command import AGENT, OWN_VARIABLES
+from service.config.agent_command import AGENT, OWN_VARIABLES
 from service.config.core_settings import worst_bytes
 from service.config.engine_options import refusals
 from service.config.rollout import MADE_SET

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
 
-from service.config.command import CommandConfig
+from service.config.agent_command import CommandConfig
 from service.config.section import (
     FAILURE,
     HOST,

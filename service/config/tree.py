@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from service.config.command import AGENT
+from service.config.adapter import LoraConfig
+from service.config.agent_command import AGENT
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
-from service.config.lora import LoraConfig
 from service.config.rollout import (
     AgentsConfig,
     DataConfig,

@@ -11,9 +11,9 @@ from service.handoff.batches.batch import BatchSettings
 from service.handoff.batches.credit import Rule
 from service.handoff.batches.filters import FilterSettings
 from service.handoff.buffer import Buffer
+from service.handoff.buffer_settings import BufferSettings
 from service.handoff.group_bytes import WorstBytes
 from service.handoff.journal.journal import Journal
-from service.handoff.settings import BufferSettings
 from service.handoff.steps.builder import step_group
 from service.handoff.steps.values import Limits
 from service.handoff.steps.wire import encode

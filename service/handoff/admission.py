@@ -12,12 +12,12 @@ from __future__ import annotations
 from itertools import islice
 
 from service.errors import ConfigError
+from service.handoff.buffer_settings import BufferSettings
 from service.handoff.group_bytes import EVENT_BYTES, TEACHER_BYTES
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger.compaction import make_room
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Record
-from service.handoff.settings import BufferSettings
 from service.handoff.verbs import WaitReason
 from service.types import PolicyVersion
 

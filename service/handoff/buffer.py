@@ -18,6 +18,8 @@ from service.handoff.admission import Admission
 from service.handoff.attempts import RUN_END, Attempts
 from service.handoff.batches.batch import BatchResult
 from service.handoff.batches.filters import examine
+from service.handoff.buffer_settings import BufferSettings, opening
+from service.handoff.buffer_status import BufferStatus
 from service.handoff.claims import Claims
 from service.handoff.curriculum import Curriculum
 from service.handoff.group_bytes import JOURNAL_SEGMENTS
@@ -32,8 +34,6 @@ from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import distance
 from service.handoff.prompt_order import Prompts
 from service.handoff.scoring import Scoring
-from service.handoff.settings import BufferSettings, opening
-from service.handoff.status import BufferStatus
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason

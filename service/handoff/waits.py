@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import islice
 
+from service.handoff.buffer_settings import BufferSettings
+from service.handoff.buffer_status import Waiting
 from service.handoff.ledger.events import GroupStats
 from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
-from service.handoff.settings import BufferSettings
-from service.handoff.status import Waiting
 from service.handoff.verbs import Wait, WaitReason
 
 SILENT_FRACTION = 0.5

@@ -14,11 +14,11 @@ from service.handoff.steps.tables import by_turn
 from service.observe.alert_thresholds import AlertThresholds
 from service.observe.metrics import Metrics
 from service.observe.metrics_table import TABLE
-from service.observe.status import Uploaded
+from service.observe.status_document import Uploaded
 from service.types import Int32s, Int64s, MiniBatch, RefusalReason, Steps, TrajectoryEnd
 
 if TYPE_CHECKING:
-    from service.handoff.status import BufferStatus
+    from service.handoff.buffer_status import BufferStatus
 
 
 def measure_run(metrics: Metrics, thresholds: AlertThresholds, name: str, version: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from service.config.command import AGENT
+from service.config.agent_command import AGENT
 from service.config.rollout import DataConfig, EnvConfig
 from service.errors import UserError
 from service.rollout.environment import Agent, Environment, Task

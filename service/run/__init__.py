@@ -1,1 +1,1 @@
-"""The folder of a run, its checkpoints, and the preparation of its inputs."""
+"""The folder of a run and its checkpoints; in rooms: what a run begins with, what it writes, whether it lives."""

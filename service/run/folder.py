@@ -22,6 +22,7 @@ ended_sessions_0    generator 0's most recently ended sessions, with digests of 
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import os
@@ -42,6 +43,8 @@ IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 RUNS = Path("runs")
 """The folder in which a run is looked up by its name."""
+RUN_HELP = "a run folder, or the name of a run"
+NEWEST_HELP = f"{RUN_HELP} (default: the newest run in {RUNS}/)"
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -98,6 +101,13 @@ def check_begun(folder: Path) -> None:
         began = sorted((folder / RUNS).glob(f"*/{CONFIG}"))
         where = f"; a run of it is {began[-1].parent}" if began else ""
         raise UserError(f"{folder}: there is a {CONFIG}, but no run was started in this folder{where}")
+
+
+def count(text: str) -> int:
+    """Parse an argument such as a number of lines: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no number from 1 on")
+    return int(text)
 
 
 def run_folder(run: str | Path | None, runs: Path = RUNS) -> Path:

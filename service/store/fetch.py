@@ -22,7 +22,7 @@ from service.files import resolved, sync
 from service.run.checkpoints import MANIFEST
 from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, is_run_folder, new_run_folder, runs_folder
 from service.run.phases import SECONDS, phase, say
-from service.run.resuming import Load
+from service.run.preparing.resuming import Load
 from service.store.manifest import Damaged, StoredCheckpoint, StoredFile, manifest_name, run_id, stored_steps
 from service.store.objects import Objects, open_store
 

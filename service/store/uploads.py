@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 import xxhash
 
 from service.errors import RunFailed, StoreFailed, UserError
-from service.observe.status import Uploaded
+from service.observe.status_document import Uploaded
 from service.run import folder as names
 from service.run.checkpoints import MANIFEST, PREFIX, Manifest
 from service.store.manifest import Damaged, StoredCheckpoint, StoredFile, manifest_name, run_id, stored_steps

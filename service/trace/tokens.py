@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from service.errors import printable
-from service.run.trajectories import Record
+from service.run.records.trajectories import Record
 
 Words = Callable[[Sequence[int]], list[str]]
 """A function from token ids to the text that each token adds to the tokens before it."""

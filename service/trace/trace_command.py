@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from service.files import atomic_file
-from service.run.arguments import NEWEST_HELP
+from service.run.folder import NEWEST_HELP
 
 ABOUT = """\
 Write the timeline of a run that goes on, has ended or was killed: what every engine and every rank did when, and for
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write the trace file, one event per line."""
     from service.run.folder import run_folder
-    from service.run.timeline import timeline_events
+    from service.run.records.timeline import timeline_events
 
     if arguments.output is not None:
         from service.config.paths import check_output

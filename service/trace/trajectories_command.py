@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.errors import UserError, in_one_line
-from service.run.arguments import NEWEST_HELP, count
+from service.run.folder import NEWEST_HELP, count
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from service.run.trajectories import Record
+    from service.run.records.trajectories import Record
 
 ABOUT = "Show the trajectories that a run kept; run.trajectories_per_step says how many of each mini-batch."
 
@@ -67,7 +67,7 @@ def export(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _kept(arguments: argparse.Namespace) -> tuple[Path, list[Record]]:
     """The folder of the run, and the records that the arguments name."""
-    from service.run.trajectories import FAILED, find_recorded_run, load_records
+    from service.run.records.trajectories import FAILED, find_recorded_run, load_records
 
     folder = find_recorded_run(arguments.run)
     return folder, [each for each in load_records(folder) if each["fate"] == FAILED or not arguments.failed]

@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 
 from service.errors import printable
-from service.run.trajectories import Record
+from service.run.records.trajectories import Record
 from service.trace.tokens import (
     LEGEND,
     MASKED,

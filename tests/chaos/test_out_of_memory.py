@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from service.run.memory import REMEDIES
+from service.run.liveness.host_memory import REMEDIES
 from tests.chaos.real_pairs import MORE_STEPS, START_SECONDS, PairRun
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]

@@ -9,11 +9,11 @@ import pytest
 
 from service.config import load_config
 from service.config.core_settings import buffer_settings
+from service.handoff.buffer_settings import opening
 from service.handoff.ledger.lifecycle import Fate, GroupState
-from service.handoff.settings import opening
 from service.handoff.steps.wire import ALIGNMENT, MAGIC, MINI_BATCH, PREFIX, STEP_GROUP, VERSION
 from service.handoff.verbs import WaitReason
-from service.observe.status import SCHEMA
+from service.observe.status_document import SCHEMA
 from service.types import RefusalReason, Step, TrajectoryEnd
 
 OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.run.memory import REMEDIES
+from service.run.liveness.host_memory import REMEDIES
 from tests.e2e.conftest import QUICK, Drive
 from tests.e2e.short_of_memory import FOLDER
 from tests.e2e.verdict import judged
@@ -26,7 +26,7 @@ import asyncio, sys
 from functools import partial
 from actors.deaths import Supervised, cause_of_death, is_death, life_of
 import ray
-from service.run.liveness import Supervisor
+from service.run.liveness.supervisor import Supervisor
 
 class Growing(Supervised):
     async def grow(self):

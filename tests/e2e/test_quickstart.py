@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from service.run.folder import LOGS
-from service.run.timeline import timeline_events
+from service.run.records.timeline import timeline_events
 from tests.e2e.conftest import ENDLESS, MARK, Drive, Driver, LeftOver
 from tests.e2e.verdict import judged
 from tests.pure.timeline.schema import check_trace, seconds_named

@@ -32,7 +32,7 @@ from service.learn.model.policy import Policy
 from service.learn.settings import LearnSettings
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.engine import Sampling
-from service.run.inputs import make_policy
+from service.run.preparing.inputs import make_policy
 from service.types import Float64s, MicroBatch
 from tests.families.small import small_config
 

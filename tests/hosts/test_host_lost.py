@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from service.run.timeline import timeline_events
+from service.run.records.timeline import timeline_events
 from tests.e2e.verdict import judged
 from tests.hosts.bed import Bed, Host
 from tests.hosts.conftest import EVERY, Run

@@ -34,7 +34,7 @@ from service.rollout.environment import Task
 from service.rollout.environments.env_metrics import EnvMetrics
 from service.rollout.step_sinks import StepSink
 from service.run.folder import write_address
-from service.run.liveness import Life
+from service.run.liveness.supervisor import Life
 from service.scorers.reply import encode_answer
 from service.types import Extension, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 from tests.sim.made_ray import MadeActor

@@ -26,7 +26,7 @@ from typing import Any
 
 import ray.exceptions
 
-from service.run.liveness import Life
+from service.run.liveness.supervisor import Life
 from tests.sim.virtual_asyncio import PROCESS, SimProcess, VirtualLoop
 
 NOTICE_SECONDS = 0.1

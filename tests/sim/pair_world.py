@@ -32,7 +32,7 @@ import actors.driver.coordinator
 import actors.generator.actor
 import actors.observe.reporting
 import service.run.phases
-import service.run.writer
+import service.run.records.writer
 from actors.buffer.actor import BufferActor, LeasedBatch
 from actors.driver.cluster import Cluster
 from actors.driver.coordinator import Coordinator
@@ -49,8 +49,8 @@ from service.handoff.steps.wire import decode, decode_mini_batch
 from service.handoff.verbs import Receipt
 from service.observe.metrics import Metrics
 from service.rollout.prompts.dataset import load_tasks, write_rows
-from service.run.inputs import Prepared
-from service.run.writer import RunWriter
+from service.run.preparing.inputs import Prepared
+from service.run.records.writer import RunWriter
 from service.types import MiniBatch, Refusal, StepGroup
 from tests.sim.disk import MemoryDisk
 from tests.sim.made_parts import (
@@ -324,7 +324,7 @@ class PairWorld:
             (gc, "collect", lambda *generation: 0),
             (sys, "setswitchinterval", lambda seconds: None),
             (service.run.phases, "threading", SimpleNamespace(Event=VirtualEvent, Thread=VirtualThread)),
-            (service.run.writer, "open_trackers", lambda *told: []),
+            (service.run.records.writer, "open_trackers", lambda *told: []),
             (RunWriter, "plot", lambda writer: None),
             (actors.driver.coordinator, "HostWatch", watch),
             (actors.driver.coordinator, "cause_of_death", self.ray.cause_of_death),

@@ -10,7 +10,7 @@ import numpy as np
 from service.config import Config
 from service.config.core_settings import buffer_settings
 from service.config.rollout import ScorerConfig
-from service.handoff.settings import BufferSettings
+from service.handoff.buffer_settings import BufferSettings
 from service.types import Int64s
 
 VOCABULARY = 1 << 20

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.run.liveness import SILENT_SECONDS, Supervisor
+from service.run.liveness.supervisor import SILENT_SECONDS, Supervisor
 from tests.sim.pair_world import STEPS, PairWorld, run_pair
 from tests.sim.pairs import NAMING_SECONDS, OUTSIDE, VICTIMS, pairs_of
 

@@ -21,7 +21,7 @@ from actors.weights.part_buffers import PartBuffers
 from actors.weights.policy_tensors import WeightBytes, checksum_of
 from actors.weights.weight_source import PublishedWeights
 from service.learn.model.sharding import Rows, shard_bounds
-from service.run.liveness import Life
+from service.run.liveness.supervisor import Life
 from service.types import PolicyVersion
 
 ONE_BUCKET = (Source(WeightPart(((0, 16),)), "/rank-0"),)

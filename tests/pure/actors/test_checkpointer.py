@@ -13,7 +13,7 @@ from actors.driver.checkpointer import Checkpointer
 from service.config import load
 from service.handoff.ledger.lifecycle import Fate
 from service.run.folder import CHECKPOINTS, CONFIG
-from service.run.resuming import resumed
+from service.run.preparing.resuming import resumed
 from tests.pure.actors.fakes import Method
 from tests.pure.store.scripted import ScriptedRun, settings
 

@@ -30,9 +30,9 @@ from service.handoff.steps.values import Routing
 from service.handoff.verbs import Wait, WaitReason
 from service.learn.learner import StepReport
 from service.run.folder import SUMMARY, TARGETS, warmed_model, write_address
-from service.run.inputs import Prepared
-from service.run.liveness import Life, Supervisor
-from service.run.writer import RunWriter
+from service.run.liveness.supervisor import Life, Supervisor
+from service.run.preparing.inputs import Prepared
+from service.run.records.writer import RunWriter
 from tests.pure.actors.fakes import Method
 
 FRUITLESS = "591 groups finished, all filtered: every return was 0.0"

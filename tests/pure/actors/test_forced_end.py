@@ -13,7 +13,7 @@ from actors.driver.run import end_by_force
 from actors.driver.signals import force_after
 from service.config import Config
 from service.run.folder import SUMMARY
-from service.run.writer import RunWriter
+from service.run.records.writer import RunWriter
 from tests.pure.forked import Forked
 
 

@@ -13,7 +13,7 @@ import pytest
 from actors.driver.evaluate_model import logs_kept_on_failure
 from actors.observe.actor_logs import begin_logs, log_env, parts, say_which_are_elsewhere
 from service.errors import RunFailed
-from service.run.log_file import LOG_BYTES, OLDER_FILES
+from service.run.records.log_file import LOG_BYTES, OLDER_FILES
 from tests.waiting import until
 
 PART = "generator-0"

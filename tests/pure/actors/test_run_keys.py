@@ -11,7 +11,7 @@ import pytest
 import actors.driver.run as running
 from service.config import Config
 from service.rollout.run_secret import SECRET_FILE, RunSecret
-from service.run.writer import RunWriter
+from service.run.records.writer import RunWriter
 
 
 def test_the_secret_reaches_the_generators_and_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ from service.learn.learner import StepReport
 from service.learn.model.policy_model import Checkpointing
 from service.learn.out_of_memory import OutOfMemory
 from service.run.folder import LOGS, PROFILES
-from service.run.liveness import Life
-from service.run.memory import REMEDIES
+from service.run.liveness.host_memory import REMEDIES
+from service.run.liveness.supervisor import Life
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -17,7 +17,7 @@ import pytest
 
 from service.agents.command_process import Finished
 from service.agents.commands import AgentRunner
-from service.config.command import OWN_VARIABLES, CommandConfig
+from service.config.agent_command import OWN_VARIABLES, CommandConfig
 from service.rollout.environment import Message, Task
 
 HERE = "tests.pure.agents.scores"
@@ -270,7 +270,7 @@ def processes_of(mark: str) -> list[int]:
 GENERATOR = """
 import asyncio, sys
 from service.agents.commands import AgentRunner
-from service.config.command import CommandConfig
+from service.config.agent_command import CommandConfig
 from service.rollout.environment import Task
 
 async def run(mark, script):

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from actors.engine.run_player import RunPlayer
 from service.config import Config
-from service.config.command import AGENT
+from service.config.agent_command import AGENT
 from service.config.rollout import EnvConfig, GeneratorConfig
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat

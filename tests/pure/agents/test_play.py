@@ -23,8 +23,8 @@ from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
 from service.agents.agents import AUX_STEPS
 from service.config import AgentsConfig, Config
+from service.config.agent_command import AGENT
 from service.config.checks import problems
-from service.config.command import AGENT
 from service.config.core_settings import message_limits, worst_bytes
 from service.config.rollout import EnvConfig, GeneratorConfig
 from service.errors import UserError

@@ -14,7 +14,7 @@ import pytest
 from service.agents.call_roles import roles_of
 from service.agents.command_process import Finished
 from service.agents.commands import AgentRunner
-from service.config.command import CommandConfig
+from service.config.agent_command import CommandConfig
 from service.handoff.steps.values import Role
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, Task

@@ -14,9 +14,9 @@ from service.handoff.scoring import Answer
 from service.handoff.steps import wire
 from service.handoff.steps.values import MAX_REWARD
 from service.handoff.verbs import Wait
-from service.run.repeated_failures import FailureWatch
-from service.run.teachers import teachers_of
-from service.run.trajectories import LostTrajectories, RecordSettings
+from service.run.liveness.repeated_failures import FailureWatch
+from service.run.preparing.teachers import teachers_of
+from service.run.records.trajectories import LostTrajectories, RecordSettings
 from service.types import MiniBatch, Refusal, RefusalReason
 from tests.invariant import violations
 from tests.pure.buffer.world import World, config

@@ -17,9 +17,9 @@ from service.cli.parser import main, split_overrides
 from service.cli.status_view import LABEL_WIDTH, status_lines
 from service.clock import SystemClock
 from service.config import Config, load_config, resolved_yaml
-from service.observe.hub import Hub
+from service.observe.merged_metrics import Hub
 from service.run.folder import lock_run, write_address
-from service.run.writer import RunWriter
+from service.run.records.writer import RunWriter
 
 QUICKSTART = "configs/quickstart.yaml"
 COMMANDS = [command.name for command in parser.COMMANDS]

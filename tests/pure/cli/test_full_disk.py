@@ -14,9 +14,9 @@ from service.cli import main
 from service.handoff.journal.journal import Journal
 from service.learn.checkpoint import CheckpointWriter
 from service.rollout.prompts import mixture
-from service.run import inputs
 from service.run.checkpoints import Checkpoints
-from service.run.writer import RunWriter
+from service.run.preparing import inputs
+from service.run.records.writer import RunWriter
 from tests.pure.cli.test_resume_refused import STEP, trained
 
 pytestmark = pytest.mark.full

@@ -10,7 +10,7 @@ import pytest
 
 from service.cli.parser import main
 from service.run.folder import CONFIG, DRIVER_LOG, LOGS, SUMMARY
-from service.run.log_file import log_into
+from service.run.records.log_file import log_into
 
 
 @pytest.fixture

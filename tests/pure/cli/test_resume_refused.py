@@ -30,8 +30,8 @@ from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import rows_digest, write_rows
 from service.run.checkpoints import TRAINER, Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, DRIVER_LOG, JOURNAL, LOGS, METRICS, SUMMARY, TARGETS
-from service.run.inputs import Prepared
-from service.run.writer import RunWriter
+from service.run.preparing.inputs import Prepared
+from service.run.records.writer import RunWriter
 
 STEP = 3
 KINDS = ("weights", *MOMENTS)

@@ -12,7 +12,7 @@ from service.cli.parser import main
 from service.config import load_config
 from service.learn.model.tiny_model import make_model
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
-from service.run.inputs import read_conversations
+from service.run.preparing.inputs import read_conversations
 from tests.pure.learn.builders import SHAPE
 
 ROWS = [{"messages": [{"role": "user", "content": "look fox"}, {"role": "assistant", "content": "17"}]}] * 3

@@ -24,8 +24,8 @@ from actors.driver.signals import FORCING, STOP_SIGNALS
 from service.config import Config, load_config, resolved_yaml
 from service.errors import RunFailed
 from service.run.folder import CONFIG
-from service.run.inputs import Prepared
-from service.run.writer import RunWriter
+from service.run.preparing.inputs import Prepared
+from service.run.records.writer import RunWriter
 from tests.pure.forked import Forked
 from tests.waiting import PAUSE, until
 

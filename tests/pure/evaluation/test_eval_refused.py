@@ -21,7 +21,7 @@ from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import trained_shapes
 from service.learn.optimizer import MOMENTS
 from service.run.checkpoints import MANIFEST, TRAINER, Checkpoints
-from service.run.writer import RunWriter
+from service.run.records.writer import RunWriter
 
 QUICKSTART = "configs/quickstart.yaml"
 PART = f"{TRAINER}/rank_0_of_1.safetensors"

@@ -11,8 +11,8 @@ from service.config import load_config
 from service.errors import UserError
 from service.files import previous_folder
 from service.run.checkpoints import Manifest
-from service.run.eval_target import eval_target
 from service.run.folder import FINAL, WARM_START
+from service.run.preparing.eval_target import eval_target
 
 
 def run_folder(path: Path, final: bool) -> Path:

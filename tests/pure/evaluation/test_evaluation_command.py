@@ -25,8 +25,8 @@ from service.evaluation.scores import EvalTrajectory
 from service.learn.learner import Learner
 from service.learn.settings import LearnSettings
 from service.run.checkpoints import TRAINER, Checkpoints
-from service.run.eval_target import eval_target
 from service.run.folder import CHECKPOINTS, CONFIG
+from service.run.preparing.eval_target import eval_target
 from tests.pure.actors.fakes import Method
 
 QUICKSTART = "configs/quickstart.yaml"

@@ -14,7 +14,7 @@ from service.config import load_config
 from service.errors import RunFailed
 from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, summarize
 from service.run.folder import read_lines
-from service.run.writer import RunWriter
+from service.run.records.writer import RunWriter
 from tests.pure.actors.fakes import Method
 
 

@@ -14,9 +14,9 @@ from hypothesis.strategies import characters, text
 from service.cli.parser import main
 from service.errors import UNSAFE, RunFailed, in_one_line, printable
 from service.handoff.steps.values import StopReason
+from service.run.liveness.repeated_failures import RECENT_STEPS, STARVING_SECONDS, FailureWatch
 from service.run.phases import say
-from service.run.repeated_failures import RECENT_STEPS, STARVING_SECONDS, FailureWatch
-from service.run.writer import RunWriter
+from service.run.records.writer import RunWriter
 
 ERROR, REWARD = StopReason.ENVIRONMENT_ERROR, StopReason.ENVIRONMENT_REWARD
 

@@ -19,8 +19,8 @@ from service.config.tree import SHORT_ANSWER
 from service.errors import UserError
 from service.learn.model.hf_config import MAX_SHAPE, read_config
 from service.learn.model.policy_model import Checkpointing
+from service.plan.gpu_memory import GPUS, MARGIN, FitSettings, fit
 from service.plan.kv_cache import check_engine, kv_token_bytes, request_bytes
-from service.plan.memory import GPUS, MARGIN, FitSettings, fit
 from tests.families.small import small_config
 
 ROOT = Path(__file__).parents[3]

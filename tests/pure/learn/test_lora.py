@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from service.config.lora import ATTENTION, LINEAR, LoraConfig
+from service.config.adapter import ATTENTION, LINEAR, LoraConfig
 from service.errors import UserError
 from service.handoff.batches.pack import prefix_order
 from service.learn import layouts

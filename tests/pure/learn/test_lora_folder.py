@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from service.cli.parser import main
-from service.config.lora import LoraConfig
+from service.config.adapter import LoraConfig
 from service.errors import UserError
 from service.learn.learner import Learner
 from service.learn.model.adapter_folder import ADAPTER_WEIGHTS, PREFIX, Base, check_adapter, merge

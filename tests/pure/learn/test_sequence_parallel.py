@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from benchmarks.sequence_parallel import LEAST, SHAPE, VOCABULARY, long_row, train
+from service.config.adapter import LoraConfig
 from service.config.core_settings import batch_settings
 from service.config.learn import TrainerConfig
-from service.config.lora import LoraConfig
 from service.config.tree import Config
 from service.errors import UserError
 from service.learn.device_batch import DeviceBatch

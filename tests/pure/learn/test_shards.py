@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from service.config.lora import LoraConfig
+from service.config.adapter import LoraConfig
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
 from tests.pure.learn.builders import CPU, settings

@@ -8,8 +8,8 @@ from service.cli.status_view import status_lines
 from service.config import Config
 from service.observe.alert_thresholds import AlertThresholds
 from service.observe.bound_by import GROUPS, NOW_SECONDS, SAMPLE_SECONDS, SECONDS, STATE, STEPS, SYNCS, Totals, bound_by
-from service.observe.hub import Hub
 from service.observe.measure import measure_states
+from service.observe.merged_metrics import Hub
 from service.observe.metrics import Metrics
 from tests.pure.buffer.world import TurnedClock
 

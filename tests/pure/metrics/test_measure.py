@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.observe.reporting import Reporter
 from service.config import Config
-from service.handoff.status import ScorerStatus
+from service.handoff.buffer_status import ScorerStatus
 from service.handoff.steps.builder import steps_table
 from service.observe.alert_thresholds import AlertThresholds
 from service.observe.measure import (

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.config import Config, load_config
 from service.observe.alert_thresholds import AlertThresholds
-from service.observe.hub import Hub
+from service.observe.merged_metrics import Hub
 from service.observe.metrics import Metrics, bucket_bounds
 from service.observe.metrics_table import LENGTH, TABLE
 from tests.pure.buffer.world import TurnedClock

@@ -18,7 +18,7 @@ from service.cli.status_view import status_lines
 from service.config import Config, MetricsConfig, load_config
 from service.errors import UserError
 from service.observe.alert_thresholds import AlertThresholds
-from service.observe.hub import HISTORY_KEYS, Hub
+from service.observe.merged_metrics import HISTORY_KEYS, Hub
 from service.observe.metrics import Metrics
 from service.observe.pushed import SILENT_SECONDS
 from service.run.folder import read_address

@@ -26,8 +26,8 @@ from service.learn.settings import LearnSettings
 from service.observe.not_learning import SYMPTOMS, WINDOW
 from service.observe.summary import summary_lines
 from service.run.folder import SUMMARY
-from service.run.progress import Progress
-from service.run.writer import RunWriter
+from service.run.records.progress import Progress
+from service.run.records.writer import RunWriter
 from service.types import MicroBatch, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.learn.builders import CPU, VOCABULARY, small_model
 

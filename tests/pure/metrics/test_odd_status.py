@@ -19,9 +19,9 @@ from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
 from service.observe.alert_thresholds import AlertThresholds
-from service.observe.hub import Hub
+from service.observe.merged_metrics import Hub
 from service.observe.metrics import Metrics
-from service.observe.status import SCHEMA
+from service.observe.status_document import SCHEMA
 from service.run.folder import CONFIG, SUMMARY
 
 WORDS = """

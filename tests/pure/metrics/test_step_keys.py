@@ -18,8 +18,8 @@ from service.learn.learner import Learner
 from service.learn.settings import LearnSettings
 from service.observe.metrics_table import TABLE
 from service.run.folder import METRICS, read_lines
-from service.run.progress import Progress
-from service.run.writer import RunWriter
+from service.run.records.progress import Progress
+from service.run.records.writer import RunWriter
 from service.types import PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.learn.builders import CPU, small_model
 from tests.step_keys import without_meaning

@@ -9,7 +9,7 @@ import pytest
 
 from baton.examples import lookup
 from baton.examples.lookup import Lookup
-from service.config.command import AGENT
+from service.config.agent_command import AGENT
 from service.errors import UserError
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, Task

@@ -11,7 +11,7 @@ from service.config import Config, LoraConfig, load
 from service.errors import UserError
 from service.learn.model.adapter_folder import Base, write_adapter
 from service.rollout.prompts.dataset import write_rows
-from service.run.inputs import demonstrations
+from service.run.preparing.inputs import demonstrations
 
 TINY = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 

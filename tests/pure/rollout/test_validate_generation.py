@@ -14,7 +14,7 @@ from service.rollout.agent_loop import Played
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Generation
-from service.run.repeated_failures import FailureWatch
+from service.run.liveness.repeated_failures import FailureWatch
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, generated, play, told
 
 THREE = generated([5, 6, 7])

@@ -12,14 +12,14 @@ import pytest
 from service.clock import SystemClock
 from service.config import load_config
 from service.observe.alert_thresholds import AlertThresholds
-from service.observe.hub import Hub
 from service.observe.measure import measure_step
+from service.observe.merged_metrics import Hub
 from service.observe.metrics import Metrics
 from service.observe.summary import FEWEST_STEPS, learning_summary, summary_lines
-from service.run import progress
 from service.run.folder import read_lines
-from service.run.progress import QUIET_SECONDS, Progress, end_early
-from service.run.writer import RunWriter
+from service.run.records import progress
+from service.run.records.progress import QUIET_SECONDS, Progress, end_early
+from service.run.records.writer import RunWriter
 from service.types import PolicyVersion
 
 BUFFER: dict[str, Any] = {"tokens": {"trained": 5}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": {}}

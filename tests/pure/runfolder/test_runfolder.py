@@ -16,9 +16,9 @@ from actors.driver.run import run
 from service.cli import main
 from service.config import Config, WandbConfig, load_config, resolved_yaml
 from service.errors import RunFailed, UserError
-from service.run import writer
 from service.run.folder import CONFIG, RUNS, SUMMARY, TARGETS, new_run_folder, read_lines, write_address
-from service.run.writer import RunWriter
+from service.run.records import writer
+from service.run.records.writer import RunWriter
 
 
 def step(number: int, **more: float) -> dict[str, float]:

@@ -29,7 +29,7 @@ from service.learn.model.hf_checkpoint import INDEX, check_weights
 from service.learn.model.hf_config import read_config
 from service.learn.model.tiny_model import make_model
 from service.observe.alert_thresholds import AlertThresholds
-from service.observe.hub import MAX_SOURCES, Hub
+from service.observe.merged_metrics import MAX_SOURCES, Hub
 from service.observe.metrics import MAX_SERIES, Metrics
 from service.observe.metrics_table import TABLE
 from service.observe.pushed import MAX_SNAPSHOT_BYTES

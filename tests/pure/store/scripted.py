@@ -17,7 +17,7 @@ from service.config import Config, resolved_yaml
 from service.handoff.verbs import Assignment, Wait
 from service.run.checkpoints import TRAINER, Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, METRICS, SUMMARY
-from service.run.writer import RunWriter
+from service.run.records.writer import RunWriter
 from service.store import uploads as uploading
 from service.store.objects import Objects
 from service.store.uploads import Uploads, begin_uploads

@@ -16,7 +16,7 @@ from service.errors import ConfigError, RunFailed, UserError
 from service.handoff.ledger.lifecycle import Fate
 from service.run.checkpoints import MANIFEST
 from service.run.folder import CONFIG, JOURNAL, find_run, lock_run
-from service.run.resuming import folder_to_resume, resumed
+from service.run.preparing.resuming import folder_to_resume, resumed
 from service.store import fetch
 from service.store.manifest import StoredCheckpoint, manifest_name, run_id, stored_steps
 from tests.pure.store.memory import MemoryObjects

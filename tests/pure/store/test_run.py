@@ -12,7 +12,7 @@ from actors.driver import run as running
 from service.config import Config, load_config
 from service.errors import RunFailed, UserError
 from service.run.folder import FINAL, SUMMARY
-from service.run.writer import RunWriter
+from service.run.records.writer import RunWriter
 from service.store import uploads as uploading
 from tests.pure.store.memory import MemoryObjects
 

@@ -11,7 +11,7 @@ from service.cli import main
 from service.config import load
 from service.errors import StoreFailed, UserError
 from service.run.folder import CONFIG
-from service.run.resuming import resumed
+from service.run.preparing.resuming import resumed
 from service.store import fetch, objects
 from service.store import uploads as uploading
 from service.store.objects import CHUNK_BYTES, open_store

@@ -9,7 +9,7 @@ import pytest
 
 from service.cli.parser import main
 from service.run.folder import CONFIG, TIMELINE, TRAJECTORIES, TRAJECTORIES_BYTES
-from service.run.timeline import FILE_BYTES, FILES, TimelineFiles
+from service.run.records.timeline import FILE_BYTES, FILES, TimelineFiles
 
 PEAK = 8 << 20
 """Bytes that reading a bomb may take; each is smaller, and would take many times as much."""

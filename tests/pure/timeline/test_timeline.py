@@ -18,9 +18,9 @@ from service.observe.recorder import MAX_EVENTS, States, Trace
 from service.rollout import timelines as trajectories
 from service.rollout.engine import Generation, Sampling
 from service.rollout.timelines import TimedEngine, Timelines
-from service.run import timeline as files
 from service.run.folder import CONFIG, TIMELINE
-from service.run.timeline import FILES, TimelineFiles, timeline_events
+from service.run.records import timeline as files
+from service.run.records.timeline import FILES, TimelineFiles, timeline_events
 from service.types import Int32s, TrajectoryId
 from tests.pure.timeline.schema import check_trace
 

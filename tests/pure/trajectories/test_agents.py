@@ -19,7 +19,7 @@ from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.handoff.steps.values import Role, packed_roles
-from service.run.trajectories import RecordSettings, load_records, trajectory_records
+from service.run.records.trajectories import RecordSettings, load_records, trajectory_records
 from service.trace.tokens import ASIDE, LOSS, tokens_of
 from service.trace.trajectories_page import html_page
 from service.types import Extension, PolicyVersion, Step, TrajectoryEnd, TrajectoryId

@@ -9,8 +9,8 @@ import pytest
 
 from service.cli.parser import main
 from service.config import Config
-from service.run.trajectories import FAILED, LostTrajectories, RecordSettings
-from service.run.writer import RunWriter
+from service.run.records.trajectories import FAILED, LostTrajectories, RecordSettings
+from service.run.records.writer import RunWriter
 from service.trace.tokens import UNUSED, tokens_of
 from service.trace.trajectories_page import html_page
 from service.types import TrajectoryEnd, TrajectoryId

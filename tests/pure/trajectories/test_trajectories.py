@@ -24,14 +24,14 @@ from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.rollout.chat.tokenizer import make_tokenizer
-from service.run.trajectories import (
+from service.run.records.trajectories import (
     RecordSettings,
     describe_ends,
     find_recorded_run,
     load_records,
     trajectory_records,
 )
-from service.run.writer import RunWriter
+from service.run.records.writer import RunWriter
 from service.trace.tokens import LOSS, MASKED, PROMPT, STALE, pieces, step_line, tokens_of
 from service.trace.trajectories_command import print_list
 from service.trace.trajectories_page import html_page

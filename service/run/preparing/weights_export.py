@@ -16,7 +16,7 @@ from service.learn.checkpoint import read_metadata, read_parts
 from service.learn.model.adapter_folder import Base, merge, write_adapter
 from service.learn.model.hf_checkpoint import stored_names, write_folder
 from service.run.checkpoints import MANIFEST, TRAINER, Manifest
-from service.run.eval_target import EvalTarget
+from service.run.preparing.eval_target import EvalTarget
 
 
 def export(

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from service.errors import ProcessLost, Starved
-from service.run.memory import Memory, warning
+from service.run.liveness.host_memory import Memory, warning
 
 PROBE_SECONDS = 1.0
 """Seconds between an answer of a process and the next question."""

@@ -12,7 +12,7 @@ from service.clock import Clock
 from service.observe.bound_by import Window
 from service.observe.metrics_table import TABLE
 from service.observe.pushed import Pushed, families
-from service.observe.status import PARTS, Status, status_document
+from service.observe.status_document import PARTS, Status, status_document
 
 RATE_REPORTS = 10
 """Number of the buffer's reports, one a second, over which the hub computes tokens per second."""

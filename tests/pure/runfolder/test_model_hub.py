@@ -18,9 +18,9 @@ from service.config import load_config
 from service.config.section import Named
 from service.errors import UserError
 from service.model_folder import MODEL_CONFIG
-from service.plan.command import planned_model
+from service.model_hub import download
+from service.plan.plan_command import planned_model
 from service.run.folder import REVISIONS
-from service.run.hub import download
 
 FIRST, SECOND = "a" * 40, "b" * 40
 ROWS = b'{"prompt": "?"}\n'

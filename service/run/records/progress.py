@@ -13,7 +13,7 @@ from service.observe.not_learning import Diagnosis, in_words
 from service.observe.summary import duration, learning_summary, summary_lines
 from service.rollout.environment import MAIN
 from service.rollout.environments.env_metrics import EnvMetricMeans
-from service.run.writer import RunWriter
+from service.run.records.writer import RunWriter
 from service.types import PolicyVersion
 
 LINES = 20

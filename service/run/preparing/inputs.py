@@ -36,9 +36,9 @@ from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.loss_mask import rows_with_loss_mask
 from service.rollout.prompts.mixture import eval_files
 from service.run.checkpoints import TRAINER, Manifest
-from service.run.eval_target import EvalTarget
 from service.run.folder import DATA
 from service.run.phases import say
+from service.run.preparing.eval_target import EvalTarget
 from service.types import SupervisedRow
 
 TRAINING_BYTES = 16

@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase("loading PyTorch", _say):
         from service.learn.model.hf_config import read_config
         from service.learn.model.router_replay import routing_of_model
+        from service.plan.gpu_memory import GPUS, FitSettings
         from service.plan.kv_cache import check_engine
-        from service.plan.memory import GPUS, FitSettings
         from service.plan.splits import Table, Work
 
     if arguments.gpu not in GPUS:
@@ -90,8 +90,8 @@ def planned_model(model: ModelConfig, env: EnvConfig, seed: int) -> Iterator[Pat
     """
     from huggingface_hub import constants
 
-    from service.run.hub import download
-    from service.run.inputs import make_policy
+    from service.model_hub import download
+    from service.run.preparing.inputs import make_policy
 
     path = model.path
     if path is not None and is_on_hub(path):

@@ -1,0 +1,1 @@
+"""What a run writes for people: metrics, trajectories, timeline, logs, progress."""
