@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from textwrap import shorten
 from typing import Any, TypeVar
 
@@ -73,13 +74,14 @@ async def started(
     start: Callable[[], Awaitable[Answer]], within: float = CALL_SECONDS, tries: float = math.inf
 ) -> Answer:
     """Call the method that starts an actor. If the actor's process is lost meanwhile, call the method again in the
-    restarted process.
+    restarted process. A call that Ray refuses while the process restarts is no try.
 
     Raises:
         RayActorError: a process was lost in the last of `tries` calls, or more than `within` seconds after the first
             call.
     """
-    return await retried(start, ray.exceptions.RayActorError, RESTARTING, within=within, tries=tries)
+    taken = partial(retried, start, ray.exceptions.ActorUnavailableError, RESTARTING, within=within)
+    return await retried(taken, ray.exceptions.RayActorError, RESTARTING, within=within, tries=tries)
 
 
 def accepted(answer: object) -> None:

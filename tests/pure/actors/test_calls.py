@@ -1,8 +1,14 @@
-"""Errors of actors in one line."""
+"""Errors of actors in one line, and starts of actors that die."""
 
-from ray.exceptions import RayActorError
+import asyncio
+from collections.abc import Sequence
 
-from actors.calls import MAX_CHARACTERS, in_a_line
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+
+from actors import calls
+from actors.calls import MAX_CHARACTERS, in_a_line, started
+from service.backoff import Backoff
 
 DIED = """The actor died unexpectedly before finishing this task.
 \tclass_name: TrainerRank
@@ -21,3 +27,28 @@ def test_a_long_line_is_cut_between_words() -> None:
     said = in_a_line(RuntimeError("a traceback\n" + "word " * MAX_CHARACTERS))
     assert len(said) <= MAX_CHARACTERS and set(said.split()) == {"word", "..."}
     assert in_a_line(ValueError()) == "ValueError"
+
+
+REFUSED, DEAD = ActorUnavailableError("it restarts", None), ActorDiedError()
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [([DEAD, REFUSED, REFUSED, REFUSED, "up"], None), ([REFUSED, DEAD, REFUSED, DEAD, "up"], ActorDiedError)],
+)
+def test_a_call_that_is_refused_while_the_process_restarts_is_no_try(
+    answers: Sequence[object], error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "RESTARTING", Backoff(0.0))
+    left = iter(answers)
+
+    async def start() -> object:
+        if isinstance(answer := next(left), Exception):
+            raise answer
+        return answer
+
+    if error is None:
+        assert asyncio.run(started(start, tries=2)) == "up"
+    else:
+        with pytest.raises(error):
+            asyncio.run(started(start, tries=2))
