@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from service.config.core_settings import batch_settings as batch_settings
     from service.config.tree import MakeModelConfig as MakeModelConfig
     from service.handoff.batches.batch import batch_of_rank as batch_of_rank
+    from service.handoff.batches.batch import complete_groups as complete_groups
     from service.handoff.batches.batch import form_mini_batch as form_mini_batch
     from service.handoff.batches.credit import turn_advantages as turn_advantages
     from service.handoff.batches.estimators import advantages as advantages
-    from service.handoff.batches.groups import complete_groups as complete_groups
-    from service.handoff.ledger.versions import VersionHistory as VersionHistory
+    from service.handoff.ledger.state import VersionHistory as VersionHistory
     from service.handoff.prefixes.merge import merge_steps as merge_steps
     from service.learn.expand_to_tokens import expand_to_tokens as expand_to_tokens
     from service.learn.expand_to_tokens import row_of_token as row_of_token
@@ -56,9 +56,8 @@ __all__, __getattr__ = lazy_names(
         "service.config.tree": ("MakeModelConfig",),
         "service.handoff.batches.credit": ("turn_advantages",),
         "service.handoff.batches.estimators": ("advantages",),
-        "service.handoff.batches.batch": ("batch_of_rank", "form_mini_batch"),
-        "service.handoff.batches.groups": ("complete_groups",),
-        "service.handoff.ledger.versions": ("VersionHistory",),
+        "service.handoff.batches.batch": ("batch_of_rank", "complete_groups", "form_mini_batch"),
+        "service.handoff.ledger.state": ("VersionHistory",),
         "service.handoff.prefixes.merge": ("merge_steps",),
         "service.learn.learner": ("Learner", "StepReport"),
         "service.learn.expand_to_tokens": ("expand_to_tokens", "row_of_token"),

@@ -21,7 +21,7 @@ from service.config import Config
 from service.config.core_settings import batch_settings
 from service.handoff.batches.batch import form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
+from service.handoff.ledger.state import VersionHistory
 from service.handoff.prompt_order import Prompts
 from service.handoff.steps.tables import ends_table
 from service.learn.learner import Learner

@@ -34,8 +34,7 @@ from service.config.core_settings import batch_settings, message_limits
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.prefixes.merge import merge
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import end_objects, row_objects, step_objects
+from service.handoff.steps.tables import end_objects, row_objects, step_objects, steps_table
 from service.handoff.steps.values import StopReason
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.environment import Task

@@ -28,7 +28,7 @@ from benchmarks.in_process import BatchedEngine, played
 from service.config import Config, load
 from service.config.core_settings import batch_settings
 from service.handoff.batches.batch import form_mini_batch
-from service.handoff.ledger.versions import VersionHistory
+from service.handoff.ledger.state import VersionHistory
 from service.learn.learner import Learner
 from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.policy import Policy

@@ -35,7 +35,7 @@ from service.clock import SystemClock
 from service.config import Config
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
-from service.handoff.steps.builder import step_group
+from service.handoff.steps.tables import step_group
 from service.handoff.steps.wire import encode
 from service.handoff.verbs import Assignment, Claim, Receipt
 from service.rollout.prompts.dataset import load_tasks, rows_digest, write_rows

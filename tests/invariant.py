@@ -7,8 +7,8 @@ from collections import Counter
 import msgspec
 import xxhash
 
+from service.handoff.ledger.events import UNFINISHED, USED, Fate, GroupState
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.lifecycle import UNFINISHED, USED, Fate, GroupState
 from service.handoff.ledger.state import Group
 
 VACATES = (GroupState.FILTERED, GroupState.REFUSED, GroupState.EXPIRED)

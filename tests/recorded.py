@@ -17,7 +17,7 @@ from service.handoff.ledger import events
 from service.handoff.ledger.record import Record, Store
 from service.handoff.ledger.replaying import apply_frame, fetch
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
+from service.handoff.ledger.state import VersionHistory
 from service.handoff.steps.values import Limits
 from service.types import MiniBatch
 

@@ -22,14 +22,14 @@ from service.errors import RunFailed
 from service.files import lock_folder
 from service.handoff.batches.batch import batch_of_rank
 from service.handoff.buffer import Buffer
+from service.handoff.claims import WaitingClaims
 from service.handoff.journal.journal import Journal
 from service.handoff.leases import BatchJob
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.scoring import Scoring
 from service.handoff.steps.values import Routing
 from service.handoff.steps.wire import encode_mini_batch
-from service.handoff.verbs import Assignment, Claim, Receipt, Wait
-from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
+from service.handoff.verbs import Assignment, Claim, ClaimAnswer, Receipt, Wait
 from service.rollout.prompts.dataset import load_tasks, rows_digest
 from service.run.preparing.teachers import teachers_of
 from service.run.records.trajectories import LostTrajectories, RecordSettings, trajectory_records

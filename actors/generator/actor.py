@@ -37,7 +37,7 @@ from service.config import Config
 from service.errors import ProcessLost, RunFailed, Starved
 from service.evaluation.play import play_shard
 from service.evaluation.scores import EvalShard, EvalTrajectory
-from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import steps_table
 from service.handoff.steps.values import StopReason
 from service.handoff.steps.wire import accepted_group
 from service.handoff.verbs import Assignment

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from actors.generator.outbox import Unreachable
 from service.backoff import Backoff, retried
 from service.errors import RunFailed, Starved
-from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
-from service.handoff.waiting_claims import ClaimAnswer
+from service.handoff.verbs import Assignment, Claim, ClaimAnswer, Wait, WaitReason
 from service.types import PolicyVersion, Refusal
 
 POLL_SECONDS = 2.0

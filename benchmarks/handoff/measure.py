@@ -17,10 +17,10 @@ from benchmarks.handoff.workloads import SAMPLES, VOCAB_SIZE, Workload, engineer
 from service.columns import columns_of
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
+from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import check_whole, merge
 from service.handoff.prefixes.sharing import shared_form
-from service.handoff.steps.builder import step_group, steps_table
+from service.handoff.steps.tables import step_group, steps_table
 from service.handoff.steps.values import Limits
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal

@@ -26,8 +26,7 @@ import numpy as np
 from service.agents.message_form import digests, echoed_ids, extended, read_messages
 from service.agents.reply_parser import Reply, ReplyParser
 from service.columns import digest
-from service.handoff.prefixes.sharing import longest_prefix
-from service.handoff.prefixes.step_tree import StepTree
+from service.handoff.prefixes.sharing import StepTree, longest_prefix
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.chat.conversation import Response, as_sampled, with_end

@@ -14,7 +14,7 @@ from service.handoff.buffer import Buffer
 from service.handoff.buffer_settings import BufferSettings
 from service.handoff.group_bytes import WorstBytes
 from service.handoff.journal.journal import Journal
-from service.handoff.steps.builder import step_group
+from service.handoff.steps.tables import step_group
 from service.handoff.steps.values import Limits
 from service.handoff.steps.wire import encode
 from service.handoff.verbs import Assignment, Claim

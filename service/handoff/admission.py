@@ -15,9 +15,9 @@ from service.errors import ConfigError
 from service.handoff.buffer_settings import BufferSettings
 from service.handoff.group_bytes import EVENT_BYTES, TEACHER_BYTES
 from service.handoff.journal.journal import Journal
-from service.handoff.ledger.compaction import make_room
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Record
+from service.handoff.ledger.replaying import make_room
 from service.handoff.verbs import WaitReason
 from service.types import PolicyVersion
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from service.handoff.batches.filters import FilterSettings, examine
 from service.handoff.ledger import events
-from service.handoff.ledger.lifecycle import GroupState
+from service.handoff.ledger.events import GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.steps.tables import trajectory_ids
 from service.types import Refusal, RefusalReason, StepGroup

@@ -21,22 +21,21 @@ from service.handoff.batches.filters import examine
 from service.handoff.buffer_settings import BufferSettings, opening
 from service.handoff.buffer_status import BufferStatus
 from service.handoff.claims import Claims
-from service.handoff.curriculum import Curriculum
 from service.handoff.group_bytes import JOURNAL_SEGMENTS
 from service.handoff.journal.journal import Journal
 from service.handoff.leases import BatchJob, Leases
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import failed_attempts, new_content
-from service.handoff.ledger.lifecycle import USED, GroupState
+from service.handoff.ledger.events import USED, GroupState
 from service.handoff.ledger.record import OnEnd, OnFailure
 from service.handoff.ledger.replaying import load_groups, opened_record
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import distance
-from service.handoff.prompt_order import Prompts
+from service.handoff.prompt_order import Curriculum, Prompts
 from service.handoff.scoring import Scoring
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
-from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
+from service.handoff.verbs import Assignment, BufferStatus, Claim, Receipt, Wait, WaitReason
 from service.handoff.waits import Waits
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Sender, StepGroup, TrajectoryId
 

@@ -11,9 +11,9 @@ import xxhash
 from service.handoff.attempts import AttemptSettings
 from service.handoff.batches.batch import BatchSettings
 from service.handoff.batches.filters import FilterSettings
-from service.handoff.curriculum import CurriculumSettings
 from service.handoff.group_bytes import WorstBytes
 from service.handoff.ledger.events import Opened
+from service.handoff.prompt_order import CurriculumSettings
 from service.handoff.scoring import ScorerSettings
 from service.handoff.steps.values import ROLES, Limits
 

@@ -18,11 +18,11 @@ from service.handoff.batches.batch_metrics import group_stats, reward_metrics
 from service.handoff.batches.estimators import NoAdvantage
 from service.handoff.buffer_settings import BufferSettings
 from service.handoff.ledger import events
-from service.handoff.ledger.lifecycle import GroupState
+from service.handoff.ledger.events import GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.replaying import load_groups
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
+from service.handoff.ledger.state import VersionHistory
 from service.types import MiniBatch, PolicyVersion, RefusalReason
 
 

@@ -1,12 +1,24 @@
-"""The order in which prompts are issued: each epoch has its own order, which is the same after a restart."""
+"""The order in which prompts are issued; a curriculum skips prompts that have been too easy or too hard so far.
+
+A place is a position in the order. Places are visited one by one. With `band: [0.1, 0.9]` and `outside: 0.25`:
+
+    place            0     1     2     3     4
+    success so far   -     1.0   0.5   0.0   0.0
+    issued           yes   no    yes   no    yes     prompts outside the band are issued in a quarter of the epochs
+
+The success of a prompt is a part of the ledger, and the row of every issued group is in the journal, so a resumed run
+issues the same prompts as a run without an interruption.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
+from service.handoff.ledger.ledger import Ledger
 from service.types import Int64s
 
 
@@ -52,3 +64,70 @@ class Prompts:
             order = np.random.default_rng((self._seed, epoch)).permutation(len(self._uids))
             self._orders = {e: kept for e, kept in self._orders.items() if e == epoch - 1} | {epoch: order}
         return self._orders[epoch]
+
+
+KINDS = ("untried", "below", "inside", "above")
+"""The kinds of prompts: not tried often enough, or with a success below, in or above the band."""
+IN_EVERY_EPOCH = np.array([kind in ("untried", "inside") for kind in KINDS])
+STRETCH = 8192
+"""Number of places that one array operation examines: it may take many places to find a prompt inside the band."""
+
+
+class CurriculumSettings(NamedTuple):
+    """Settings that decide which prompts are skipped."""
+
+    band: tuple[float, float]
+    """Lowest and highest success (fraction of trajectories) with which a prompt is issued in every epoch."""
+    outside: float
+    """Fraction of the epochs in which a prompt outside the band is issued."""
+    min_groups: int
+    """Number of complete groups that a prompt needs before its success is compared with the band."""
+
+
+class Curriculum:
+    """Chooses the prompts to issue, in their order; without settings, every prompt is issued in every epoch."""
+
+    def __init__(self, settings: CurriculumSettings | None, prompts: Prompts, ledger: Ledger) -> None:
+        self._settings, self._prompts, self._ledger = settings, prompts, ledger
+        self._kind_P = np.zeros(len(prompts), np.int8)
+        """For each row, the index of its prompt's kind in `KINDS`."""
+
+    def next_place(self) -> int:
+        """The next place in the order whose prompt is issued: it is untried, or inside the band, or outside the band
+        but drawn for this epoch.
+
+        If no place within one length of the dataset qualifies, the next place is issued. So with `outside: 0` and no
+        prompt in the band, all prompts are issued.
+        """
+        start = first = self._ledger.state.next_place
+        if self._settings is None:
+            return first
+        self._catch_up(self._settings)
+        while start < first + len(self._prompts):
+            kind_P = self._kind_P[self._prompts.rows(start, min(start + STRETCH, first + len(self._prompts)))]
+            end = start + len(kind_P)
+            inside = np.flatnonzero(IN_EVERY_EPOCH[kind_P])
+            stop = start + int(inside[0]) if len(inside) else end
+            outside = range(start, stop) if self._settings.outside else ()
+            drawn = (place for place in outside if self._prompts.draw(place) < self._settings.outside)
+            if (place := next(drawn, stop)) < end:
+                return place
+            start = end
+        return first
+
+    def counts(self) -> dict[str, int]:
+        """The number of prompts by kind: untried, or with a success below, inside or above the band; empty without
+        settings."""
+        if self._settings is None:
+            return {}
+        self._catch_up(self._settings)
+        return dict(zip(KINDS, np.bincount(self._kind_P, minlength=len(KINDS)).tolist(), strict=True))
+
+    def _catch_up(self, settings: CurriculumSettings) -> None:
+        """Update the kind of each prompt whose success has changed."""
+        low, high = settings.band
+        for row in self._ledger.tried:
+            tried = self._ledger.state.successes[row]
+            kind = "below" if tried.success < low else "above" if tried.success > high else "inside"
+            self._kind_P[row] = KINDS.index("untried" if tried.groups < settings.min_groups else kind)
+        self._ledger.tried.clear()

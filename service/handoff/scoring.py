@@ -21,12 +21,13 @@ from service.handoff.batches.filters import FilterSettings, examine
 from service.handoff.buffer_status import ScorerStatus
 from service.handoff.group_bytes import INFO_BYTES
 from service.handoff.ledger import events
+from service.handoff.ledger.events import UNFINISHED, GroupState
 from service.handoff.ledger.ledger import unrewarded
-from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.scores import LOGPROBS
 from service.handoff.steps.values import NEEDED, is_reward
 from service.handoff.validate import LOGPROB_TOLERANCE, MIN_LOGPROB
+from service.handoff.verbs import ScorerStatus
 from service.types import Float32s, Refusal, RefusalReason, Sender, StepGroup
 
 log = logging.getLogger(__name__)

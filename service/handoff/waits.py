@@ -5,11 +5,9 @@ from __future__ import annotations
 from itertools import islice
 
 from service.handoff.buffer_settings import BufferSettings
-from service.handoff.buffer_status import Waiting
-from service.handoff.ledger.events import GroupStats
-from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
+from service.handoff.ledger.events import UNFINISHED, GroupState, GroupStats
 from service.handoff.ledger.record import Record
-from service.handoff.verbs import Wait, WaitReason
+from service.handoff.verbs import Wait, Waiting, WaitReason
 
 SILENT_FRACTION = 0.5
 """Fraction of the step deadline after which the status names a silent trajectory."""

@@ -18,7 +18,7 @@ from service.observe.status_document import Uploaded
 from service.types import Int32s, Int64s, MiniBatch, RefusalReason, Steps, TrajectoryEnd
 
 if TYPE_CHECKING:
-    from service.handoff.buffer_status import BufferStatus
+    from service.handoff.verbs import BufferStatus
 
 
 def measure_run(metrics: Metrics, thresholds: AlertThresholds, name: str, version: str) -> None:

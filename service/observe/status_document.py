@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # `baton status` does not load pydantic or NumPy
     from service.config import BufferConfig, GeneratorConfig, RunConfig, TrainerConfig
-    from service.handoff.buffer_status import BufferStatus
+    from service.handoff.verbs import BufferStatus
 
 SCHEMA = 1
 

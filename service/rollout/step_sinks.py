@@ -12,8 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from service.columns import columns_of
-from service.handoff.steps.builder import step_group, steps_table
-from service.handoff.steps.tables import said_bytes
+from service.handoff.steps.tables import said_bytes, step_group, steps_table
 from service.types import Sender, Step, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
 _TOKEN_COLUMNS = {column.name[:-2]: column for column in columns_of(Steps).tokens}

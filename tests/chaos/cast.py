@@ -35,8 +35,8 @@ from service.config import Config
 from service.config.core_settings import message_limits
 from service.files import partial_file, write_atomic
 from service.handoff.journal.journal import Journal
+from service.handoff.ledger.events import USED
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.lifecycle import USED
 from service.handoff.ledger.replaying import restored
 from service.handoff.steps.wire import decode, decode_mini_batch
 from service.handoff.verbs import Assignment, Receipt, WaitReason

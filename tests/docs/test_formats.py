@@ -10,7 +10,7 @@ import pytest
 from service.config import load_config
 from service.config.core_settings import buffer_settings
 from service.handoff.buffer_settings import opening
-from service.handoff.ledger.lifecycle import Fate, GroupState
+from service.handoff.ledger.events import Fate, GroupState
 from service.handoff.steps.wire import ALIGNMENT, MAGIC, MINI_BATCH, PREFIX, STEP_GROUP, VERSION
 from service.handoff.verbs import WaitReason
 from service.observe.status_document import SCHEMA

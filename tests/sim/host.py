@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from service.handoff.buffer import Buffer
+from service.handoff.claims import WaitingClaims
 from service.handoff.journal.journal import Journal
-from service.handoff.verbs import Claim, Wait
-from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
+from service.handoff.verbs import Claim, ClaimAnswer, Wait
 from service.types import PolicyVersion
 from tests.sim.disk import MemoryDisk
 from tests.sim.faults import Faults, Network

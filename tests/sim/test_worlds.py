@@ -11,9 +11,8 @@ from service.errors import JournalError, RunFailed
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
-from service.handoff.ledger.events import Event, Scored
+from service.handoff.ledger.events import Event, GroupState, Scored
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record, Store
 from service.handoff.scoring import Answer, Scoring
 from service.types import Refusal

@@ -8,8 +8,7 @@ import numpy as np
 
 from service.errors import BatonError
 from service.handoff.buffer import Buffer
-from service.handoff.ledger.events import Scored, encode
-from service.handoff.ledger.lifecycle import USED, GroupState
+from service.handoff.ledger.events import USED, GroupState, Scored, encode
 from service.handoff.steps.values import FAILURES
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, TrajectoryId
 from tests.invariant import violations

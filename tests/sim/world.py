@@ -15,7 +15,7 @@ import numpy as np
 
 from service.config import Config, load_config
 from service.errors import RunFailed
-from service.handoff.ledger.lifecycle import GroupState
+from service.handoff.ledger.events import GroupState
 from tests.sim.disk import AMPLE_ROOM
 from tests.sim.faults import Faults, Network
 from tests.sim.generator import Generator

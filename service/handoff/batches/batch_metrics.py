@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from service.columns import lengths_of
 from service.handoff.batches.pack import Placement
-from service.handoff.ledger.events import GroupStats
-from service.handoff.ledger.lifecycle import Fate
+from service.handoff.ledger.events import Fate, GroupStats
 from service.handoff.steps.tables import by_turn, is_truncated_K
 from service.types import Float64s, Int32s, Int64s, MicroBatch, Rows, Steps
 

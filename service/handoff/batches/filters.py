@@ -16,8 +16,7 @@ import numpy as np
 
 from service.handoff.batches.batch_metrics import group_stats
 from service.handoff.batches.credit import Rule, returns, teaches
-from service.handoff.ledger.events import Ended, Tried
-from service.handoff.ledger.lifecycle import GroupState
+from service.handoff.ledger.events import Ended, GroupState, Tried
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.steps.tables import Played

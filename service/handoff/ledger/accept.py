@@ -19,9 +19,8 @@ from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import GroupData, Store, end_bytes
 from service.handoff.ledger.state import Group, Trajectory
-from service.handoff.prefixes.step_equality import same_step
-from service.handoff.prefixes.step_tree import PrefixError, check_references
-from service.handoff.steps.tables import end_objects, ends_table, long_note_bytes
+from service.handoff.prefixes.sharing import PrefixError, check_references
+from service.handoff.steps.tables import end_objects, ends_table, long_note_bytes, same_step
 from service.handoff.steps.values import FAILURES
 from service.types import Bools, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 

@@ -15,10 +15,18 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from service.handoff.ledger import events
-from service.handoff.ledger.events import Addition
-from service.handoff.ledger.lifecycle import GIVEN_UP, NEXT_STATES, USED, Fate, GroupState
-from service.handoff.ledger.state import MESSAGES_REMEMBERED, Group, Lease, Member, State, Success, Trajectory, bucket
-from service.handoff.ledger.versions import VersionHistory
+from service.handoff.ledger.events import GIVEN_UP, NEXT_STATES, USED, Addition, Fate, GroupState
+from service.handoff.ledger.state import (
+    MESSAGES_REMEMBERED,
+    Group,
+    Lease,
+    Member,
+    State,
+    Success,
+    Trajectory,
+    VersionHistory,
+    bucket,
+)
 from service.types import RefusalReason, Sender, TrajectoryId
 
 Sample = tuple[int, int]

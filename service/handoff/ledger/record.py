@@ -24,8 +24,7 @@ from service.handoff.ledger import events
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.scores import CompleteGroup, rewarded, with_scores
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table, long_note_bytes, said_bytes
+from service.handoff.steps.tables import ends_table, long_note_bytes, said_bytes, steps_table
 from service.handoff.steps.values import Limits, Routing
 from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 

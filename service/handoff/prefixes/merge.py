@@ -27,11 +27,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from service.columns import changes, check_choice, columns_of, filled, lengths_of, offsets_of, segments_of
-from service.handoff.prefixes.sharing import shared_form
-from service.handoff.prefixes.step_equality import in_order
-from service.handoff.prefixes.step_tree import StepNode, StepTree, check_references, common
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import name_of, row_objects, total_lengths
+from service.handoff.prefixes.sharing import StepNode, StepTree, check_references, common, shared_form
+from service.handoff.steps.tables import in_order, name_of, row_objects, steps_table, total_lengths
 from service.types import Bools, Int64s, Row, Rows, Step, Steps
 
 Mode = Literal["off", "linear", "tree"]

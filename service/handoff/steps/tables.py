@@ -1,4 +1,4 @@
-"""Tables of steps and of end records: computes values from their columns, and converts tables to objects."""
+"""Tables of steps and of end records: makes them from objects and back, compares, sorts and computes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from service.columns import codes_of, columns_of, lengths_of, offsets_of, select, trajectories
+from service.columns import (
+    Column,
+    changes,
+    codes_of,
+    columns_of,
+    filled,
+    lengths_of,
+    of_one_type,
+    offsets_of,
+    select,
+    trajectories,
+)
 from service.handoff.group_bytes import NOTE_BYTES, SAID_BYTES
 from service.handoff.steps.values import StopReason
 from service.types import (
@@ -19,7 +31,9 @@ from service.types import (
     Int64s,
     Row,
     Rows,
+    Sender,
     Step,
+    StepGroup,
     Steps,
     TrajectoryEnd,
     TrajectoryId,
@@ -257,3 +271,111 @@ def end_objects(ends: Ends) -> list[TrajectoryEnd]:
             )
         )  # fmt: skip
     return made
+
+
+def step_group(sender: Sender, steps: Iterable[Step], ends: Iterable[TrajectoryEnd]) -> StepGroup:
+    """Make one message from step objects and end records."""
+    return StepGroup(sender, steps_table(steps), ends_table(ends))
+
+
+def steps_table(steps: Iterable[Step]) -> Steps:
+    """Make a table from step objects; where a step lacks values for a column, the table has the column's fill value.
+
+    >>> from service.types import TrajectoryId
+    >>> prompt, response = np.array([10, 20, 30], np.int32), np.array([40, 50], np.int32)
+    >>> sampled, versions = np.array([True, True]), np.array([0, 0])
+    >>> table = steps_table([Step(TrajectoryId(7, 0), "a", 0, prompt, response, None, sampled, versions)])
+    >>> table.token_ids_N.tolist(), table.loss_mask_N.astype(int).tolist(), table.prompt_length_K.tolist()
+    ([10, 20, 30, 40, 50], [0, 0, 0, 1, 1], [3])
+    """
+    steps = list(steps)
+    items = [_item_values(step) for step in steps]
+    offsets_K = offsets_of(np.array([len(step.prompt_ids) + len(step.response_ids) for step in steps], np.int64))
+    columns: dict[str, Any] = {
+        column.name: np.array([item[column.name[:-2]] for item in items], column.dtype)
+        for column in columns_of(Steps).items
+        if column.name not in {code for _, code in columns_of(Steps).names}
+    }
+    for names, code in columns_of(Steps).names:
+        columns[names], columns[code] = codes_of([item[code[:-2]] for item in items])
+    tokens: dict[str, Any] = {
+        column.name: _token_column(column, steps, offsets_K.tolist()) for column in columns_of(Steps).tokens
+    }
+    return Steps(offsets_K=offsets_K, **columns, **tokens)
+
+
+def _item_values(step: Step) -> dict[str, Any]:
+    """The values of a step's item columns, by their names without axis."""
+    group_id, sample, attempt = step.trajectory
+    extends, length, digest = step.extends or NO_EXTENSION
+    return {
+        "group_id": group_id, "sample": sample, "attempt": attempt, "index": step.index, "uid": step.prompt_uid,
+        "stop_reason": step.stop_reason, "note": step.note, "temperature": step.temperature,
+        "reward": step.reward, "has_logprobs": step.logprobs is not None, "prompt_length": len(step.prompt_ids),
+        "extends": extends, "extends_length": length, "extends_digest": digest,
+    }  # fmt: skip
+
+
+def _token_column(column: Column, steps: list[Step], offsets: list[int]) -> NDArray[Any] | None:
+    name = column.name[:-2]
+    given = [getattr(step, name, None) for step in steps]
+    known = of_one_type(column, [values for values in given if values is not None])
+    if column.optional and not known:
+        return None
+    column_N = filled(column, offsets[-1], known[0] if known else None)
+    rest = iter(known)
+    for step, values, (start, stop) in zip(steps, given, pairwise(offsets), strict=True):
+        middle = start + len(step.prompt_ids)
+        if name == "token_ids":
+            column_N[start:middle], column_N[middle:stop] = step.prompt_ids, step.response_ids
+        elif values is not None:
+            column_N[start if column.about.on_prompt else middle : stop] = next(rest)
+    return column_N
+
+
+def same_step(a: Steps, k: int, b: Steps, j: int) -> bool:
+    """Whether item `k` of table `a` and item `j` of table `b` are the same step: equal in all columns, bit by bit."""
+    a, b = select(a, np.array([k])), select(b, np.array([j]))
+    columns = columns_of(Steps)
+    if any(getattr(a, names) != getattr(b, names) for names, _ in columns.names):
+        return False
+    numbers = {code for _, code in columns.names}  # names are compared, not their numbers in a table
+    return all(
+        _equal(column, getattr(a, column.name), getattr(b, column.name))
+        for column in columns.all
+        if column.name not in numbers
+    )
+
+
+def in_order(steps: Steps) -> tuple[Steps, Int64s]:
+    """The steps, sorted by trajectory (in order of first appearance), then by index, without duplicates; and the number
+    of each step's trajectory.
+
+    Raises:
+        ValueError: a step came twice with different content.
+    """
+    number_K, _ = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
+    same_K, next_K = number_K[1:] == number_K[:-1], steps.index_K[1:] > steps.index_K[:-1]
+    if (next_K | ~same_K).all() and (number_K[1:] >= number_K[:-1]).all():
+        return steps, number_K
+    order = np.lexsort((steps.index_K, number_K))
+    steps, number_K = select(steps, order), number_K[order]
+    again_K = ~changes(number_K, steps.index_K)
+    if not again_K.any():
+        return steps, number_K
+    first_K = np.maximum.accumulate(np.where(again_K, 0, np.arange(len(steps))))
+    for k in np.flatnonzero(again_K).tolist():
+        if not same_step(steps, int(first_K[k]), steps, k):
+            raise ValueError(f"{name_of(steps, k)} came twice, and not the same")
+    return select(steps, np.flatnonzero(~again_K)), number_K[~again_K]
+
+
+def _equal(column: Column, a: NDArray[Any] | None, b: NDArray[Any] | None) -> bool:
+    """Bitwise equality, so that NaN equals itself; an absent column equals its fill value."""
+    if a is None or b is None:
+        known = b if a is None else a
+        if known is None:
+            return True
+        return known.tobytes() == np.broadcast_to(filled(column, 1).astype(known.dtype), known.shape).tobytes()
+    a, b = of_one_type(column, [a, b])
+    return a.shape == b.shape and a.tobytes() == b.tobytes()

@@ -30,7 +30,7 @@ from service.errors import UserError, in_one_line
 from service.handoff.ledger.events import Ended
 from service.handoff.ledger.record import GroupData, Store
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import version_of
+from service.handoff.ledger.state import version_of
 from service.handoff.prefixes.merge import Mode, merge_steps
 from service.handoff.steps.tables import end_objects, step_objects
 from service.handoff.steps.values import StopReason, roles_from

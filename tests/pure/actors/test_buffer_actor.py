@@ -17,8 +17,7 @@ from actors.buffer.actor import BufferActor, lock_journal
 from service.config import Config, load_config
 from service.errors import RunFailed
 from service.handoff.journal.journal import Journal
-from service.handoff.verbs import Claim, Receipt, Wait, WaitReason
-from service.handoff.waiting_claims import ClaimAnswer
+from service.handoff.verbs import Claim, ClaimAnswer, Receipt, Wait, WaitReason
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, Generator, config, step
 from tests.pure.scorers.test_asking import GOOD, Fake, asked_of

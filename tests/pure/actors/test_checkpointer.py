@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.driver.checkpointer import Checkpointer
 from service.config import load
-from service.handoff.ledger.lifecycle import Fate
+from service.handoff.ledger.events import Fate
 from service.run.folder import CHECKPOINTS, CONFIG
 from service.run.preparing.resuming import resumed
 from tests.pure.actors.fakes import Method

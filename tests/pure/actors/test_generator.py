@@ -29,8 +29,7 @@ from service.config import Config
 from service.config.core_settings import message_limits
 from service.errors import ProcessLost, RunFailed, WeightsGone
 from service.evaluation.scores import EvalShard
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import end_objects, ends_table, trajectory_ids
+from service.handoff.steps.tables import end_objects, ends_table, steps_table, trajectory_ids
 from service.handoff.steps.wire import decode, encode
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.observe.loop_watch import WATCH

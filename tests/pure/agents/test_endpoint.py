@@ -22,7 +22,7 @@ import pytest_asyncio
 
 from service.agents import policy_calls, requests, routes, server
 from service.agents.session import BYTES_PER_TOKEN, MIN_BODY_BYTES, SPENT, Session
-from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import steps_table
 from service.handoff.steps.values import StopReason
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import TrajectoryFailed

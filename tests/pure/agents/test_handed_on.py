@@ -28,8 +28,7 @@ from service.config import AgentsConfig, Config
 from service.config.checks import problems
 from service.config.rollout import EnvConfig, GeneratorConfig
 from service.errors import UserError
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import step_objects
+from service.handoff.steps.tables import step_objects, steps_table
 from service.handoff.steps.values import MAX_REWARD, NEEDED
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer

@@ -17,7 +17,7 @@ from service.agents.conversation_tree import Beginning, Call, ConversationTree
 from service.agents.reply_parser import JsonCalls, Reply
 from service.agents.session import Session, kept_transcript
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
-from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import steps_table
 from service.handoff.steps.values import ROLES, Role, packed_roles
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Response

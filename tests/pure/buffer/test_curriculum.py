@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from service.config import Config
-from service.handoff import curriculum
+from service.handoff import prompt_order
 from service.handoff.ledger.state import NEWEST_GROUPS, Success
 from tests.invariant import violations
 from tests.pure.buffer.world import World, config
@@ -87,7 +87,7 @@ def test_places_that_are_looked_at_together_are_issued_as_one_by_one(
     rewards = {row: (EASY, HARD, FAIR, HARD)[row % 4] for row in range(23)} | {2: HARD, 6: EASY}
     rows = []
     for stretch in (1, 5, 1000):
-        monkeypatch.setattr(curriculum, "STRETCH", stretch)
+        monkeypatch.setattr(prompt_order, "STRETCH", stretch)
         rows.append(issued(opened(tmp_path / str(stretch), 23, shuffle=True, outside=outside), 60, rewards))
     assert rows[0] == rows[1] == rows[2]
     assert {rewards[row] for row in rows[0][23:]} == ({FAIR, EASY, HARD} if outside else {FAIR})

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
-from service.handoff.ledger.versions import VersionHistory
+from service.handoff.ledger.state import VersionHistory
 from service.handoff.verbs import Receipt
 from service.types import TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, World, step

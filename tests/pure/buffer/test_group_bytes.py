@@ -20,8 +20,7 @@ from service.config.core_settings import worst_bytes
 from service.errors import ConfigError
 from service.handoff.group_bytes import ITEM_BYTES, NOTE_BYTES
 from service.handoff.steps import wire
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import long_note_bytes
+from service.handoff.steps.tables import long_note_bytes, steps_table
 from service.handoff.verbs import Assignment, Receipt
 from service.types import PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, World, config, journal_bytes

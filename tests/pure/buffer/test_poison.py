@@ -11,10 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from service.columns import select
-from service.handoff.ledger.lifecycle import GroupState
+from service.handoff.ledger.events import GroupState
 from service.handoff.prefixes.merge import merge
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.steps.wire import encode
 from service.handoff.verbs import Assignment, Receipt
 from service.types import Ends, Refusal, Sender, Step, StepGroup, Steps, TrajectoryEnd, TrajectoryId

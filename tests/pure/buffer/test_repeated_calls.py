@@ -8,8 +8,7 @@ import pytest
 
 from service.handoff.ledger.state import CLAIMS_REMEMBERED, Member
 from service.handoff.steps import wire
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
 from service.types import Refusal, RefusalReason, Sender, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, World, step

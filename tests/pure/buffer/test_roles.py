@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
-from service.handoff.ledger.lifecycle import Fate
+from service.handoff.ledger.events import Fate
 from service.handoff.steps.tables import end_objects
 from service.handoff.steps.values import ROLES, Role, packed_roles
 from service.handoff.verbs import Receipt

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.handoff.ledger.compaction import make_room
+from service.handoff.ledger.replaying import make_room
 from service.handoff.scoring import Answer
 from service.handoff.steps import wire
 from service.handoff.steps.values import MAX_REWARD

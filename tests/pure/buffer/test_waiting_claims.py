@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
-from service.handoff.waiting_claims import FINAL, ClaimAnswer, WaitingClaims
+from service.handoff.claims import FINAL, WaitingClaims
+from service.handoff.verbs import Assignment, Claim, ClaimAnswer, Wait, WaitReason
 from service.types import PolicyVersion
 
 

@@ -16,7 +16,7 @@ from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.leases import BatchJob
 from service.handoff.steps import wire
-from service.handoff.steps.builder import step_group
+from service.handoff.steps.tables import step_group
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.types import (
     NO_VERSION,

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from service.columns import digest
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.sharing import shared_form
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import row_objects
+from service.handoff.steps.tables import row_objects, steps_table
 from service.types import Extension, Row, Step, TrajectoryId
 from tests.pure.handoff.test_properties import MODES, SLOW_MACHINE, TOKENS
 from tests.pure.handoff.worlds import step, whole_prompts

@@ -10,12 +10,10 @@ from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_min
 from service.handoff.batches.credit import Rule
 from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.batches.pack import Layout, in_bins, micro_batches, place
-from service.handoff.ledger.events import Ended, GroupStats
-from service.handoff.ledger.lifecycle import GroupState
+from service.handoff.ledger.events import Ended, GroupState, GroupStats
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.ledger.state import VersionHistory
+from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.steps.values import OVER_LONG
 from service.handoff.steps.wire import decode_mini_batch, encode_mini_batch
 from service.types import MicroBatch, PolicyVersion, TrajectoryEnd, TrajectoryId

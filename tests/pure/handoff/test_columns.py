@@ -13,8 +13,7 @@ import pytest
 
 import service
 from service.columns import concat, select, widened
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.steps.tables import ends_table, steps_table
 from service.rollout.step_sinks import StepColumns
 from service.types import Step, TrajectoryId
 from tests.pure.handoff.worlds import end, episode, step
@@ -28,10 +27,10 @@ from dataclasses import dataclass
 import numpy as np
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
+from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.sharing import shared_form
-from service.handoff.prefixes.step_equality import in_order
+from service.handoff.steps.tables import in_order
 from service.rollout.step_sinks import StepColumns
 from service.columns import concat
 from service.handoff.steps.values import Limits

@@ -13,8 +13,8 @@ import pytest
 from service.columns import digest
 from service.handoff.batches.pack import Layout, place
 from service.handoff.prefixes.merge import merge
-from service.handoff.prefixes.step_tree import check_references
-from service.handoff.steps.builder import steps_table
+from service.handoff.prefixes.sharing import check_references
+from service.handoff.steps.tables import steps_table
 from service.types import Extension, Int32s, Step, Steps
 from tests.pure.handoff.worlds import step
 

@@ -19,10 +19,9 @@ from service.handoff.batches.credit import Credit, Rule, turn_advantages
 from service.handoff.batches.estimators import ESTIMATORS, TURN_ESTIMATORS, advantages
 from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
+from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import Mode
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table, step_objects
+from service.handoff.steps.tables import ends_table, step_objects, steps_table
 from service.handoff.steps.wire import decode_mini_batch, encode_mini_batch
 from service.types import MiniBatch, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.handoff.worlds import end, episode, ids

@@ -14,13 +14,12 @@ import service.handoff
 MODULES = sorted(info.name for info in pkgutil.walk_packages(service.handoff.__path__, "service.handoff."))
 SHAPES = (
     "batches.batch",
-    "batches.groups",
     "batches.pack",
     "batches.credit",
     "batches.estimators",
     "prefixes.merge",
     "prefixes.sharing",
-    "steps.builder",
+    "steps.tables",
 )
 """Modules that change the shape of data."""
 

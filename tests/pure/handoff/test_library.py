@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 
 from service.errors import UserError
-from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.batches.batch import BatchSettings, complete_groups, form_mini_batch
 from service.handoff.batches.estimators import advantages
-from service.handoff.batches.groups import complete_groups
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
+from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import merge_steps
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.steps.tables import ends_table, steps_table
 from service.types import PolicyVersion, Step, TrajectoryId
 from tests.pure.handoff.worlds import end, step
 

@@ -7,9 +7,8 @@ import pytest
 
 from service.columns import widened
 from service.handoff.prefixes.merge import Mode, merge, merge_steps
-from service.handoff.prefixes.sharing import shared_form
-from service.handoff.prefixes.step_tree import PrefixError
-from service.handoff.steps.builder import steps_table
+from service.handoff.prefixes.sharing import PrefixError, shared_form
+from service.handoff.steps.tables import steps_table
 from service.types import NO_VERSION, ROUTE_NATIVELY, Extension
 from tests.pure.handoff.worlds import ids, shared, step
 

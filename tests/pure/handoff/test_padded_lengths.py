@@ -9,8 +9,7 @@ import numpy as np
 
 from benchmarks.padded_lengths import World, with_observations
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table, step_objects
+from service.handoff.steps.tables import ends_table, step_objects, steps_table
 from service.types import Int32s, Step, TrajectoryId
 from tests.pure.handoff.worlds import end, episode, ids, shared
 

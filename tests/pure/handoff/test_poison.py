@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from service.columns import select
-from service.handoff.steps.builder import step_group, steps_table
+from service.handoff.steps.tables import step_group, steps_table
 from service.handoff.steps.values import Routing
 from service.handoff.steps.wire import PREFIX, VERSION, decode, encode
 from service.handoff.validate import MIN_LOGPROB, refusal

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.batches.pack import place
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.ledger.state import VersionHistory
+from service.handoff.steps.tables import ends_table, steps_table
 from service.types import Row, Step, TrajectoryId
 from tests.pure.handoff.worlds import end, step
 

@@ -13,9 +13,8 @@ from service.handoff.batches.estimators import GROUP_ESTIMATORS, TURN_ESTIMATORS
 from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.ledger.events import Scored
 from service.handoff.ledger.scores import CompleteGroup, with_scores
-from service.handoff.ledger.versions import VersionHistory
-from service.handoff.steps.builder import step_group, steps_table
-from service.handoff.steps.tables import Played, end_objects, ends_table
+from service.handoff.ledger.state import VersionHistory
+from service.handoff.steps.tables import Played, end_objects, ends_table, step_group, steps_table
 from service.handoff.steps.values import MAX_REWARD, TRAINED, packed_roles
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal

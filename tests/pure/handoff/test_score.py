@@ -12,8 +12,7 @@ from service.config.core_settings import batch_settings, filter_settings
 from service.errors import ConfigError, UserError
 from service.handoff.batches.credit import returns
 from service.handoff.batches.estimators import ESTIMATORS, NoAdvantage, advantages, estimator
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import Played, ends_table
+from service.handoff.steps.tables import Played, ends_table, steps_table
 from service.types import Float64s, Int64s, TrajectoryId
 from tests.pure.handoff.worlds import end, step
 

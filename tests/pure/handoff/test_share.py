@@ -8,9 +8,8 @@ import pytest
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.batches.pack import Placement, place, place_sharing, prefix_order
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.ledger.state import VersionHistory
+from service.handoff.steps.tables import ends_table, steps_table
 from service.types import MiniBatch, TrajectoryId
 from tests.pure.handoff.worlds import end, step
 

@@ -9,8 +9,7 @@ import pytest
 import xxhash
 
 from service.handoff.prefixes.merge import check_whole
-from service.handoff.steps.builder import step_group
-from service.handoff.steps.tables import end_objects
+from service.handoff.steps.tables import end_objects, step_group
 from service.handoff.steps.wire import MAX_HEADER_BYTES, PREFIX, VERSION, decode, encode
 from service.handoff.validate import refusal
 from service.types import Refusal, StepGroup, TrajectoryId

@@ -17,11 +17,10 @@ from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.batches.credit import Credit
 from service.handoff.batches.pack import prefix_order
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
+from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import Mode
 from service.handoff.prefixes.sharing import shared_form
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.steps.tables import ends_table, steps_table
 from service.learn import layouts
 from service.learn.learner import Learner
 from service.learn.settings import LearnSettings

@@ -10,10 +10,9 @@ import pytest
 
 from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
+from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.sharing import shared_form
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.steps.tables import ends_table, steps_table
 from service.types import MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.learn.builders import VOCABULARY
 from tests.pure.learn.ranks import Ranks

@@ -15,12 +15,11 @@ from torch import Tensor
 from service.config.learn import AlgorithmConfig, TeacherConfig
 from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup, sampled_tokens
-from service.handoff.ledger.versions import VersionHistory
+from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import Mode
 from service.handoff.prefixes.sharing import shared_form
 from service.handoff.steps import wire
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.steps.tables import ends_table, steps_table
 from service.learn.device_batch import DeviceBatch
 from service.learn.learner import Learner
 from service.learn.losses.policy_losses import LossInputs, ppo_clip

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.observe.reporting import Reporter
 from service.config import Config
-from service.handoff.buffer_status import ScorerStatus
-from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import steps_table
+from service.handoff.verbs import ScorerStatus
 from service.observe.alert_thresholds import AlertThresholds
 from service.observe.measure import (
     LeasedBatches,

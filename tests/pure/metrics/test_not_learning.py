@@ -18,9 +18,8 @@ from service.handoff.batches.batch import batch_of_rank, form_mini_batch
 from service.handoff.leases import with_filtered
 from service.handoff.ledger.events import GroupStats
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.ledger.state import VersionHistory
+from service.handoff.steps.tables import ends_table, steps_table
 from service.learn.learner import Learner
 from service.learn.settings import LearnSettings
 from service.observe.not_learning import SYMPTOMS, WINDOW

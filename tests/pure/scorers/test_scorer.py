@@ -18,8 +18,7 @@ from service.errors import UserError
 from service.handoff.ledger.scores import sampled_tokens
 from service.handoff.prefixes.sharing import shared_form
 from service.handoff.scoring import Answer
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.steps.values import packed_roles
 from service.handoff.steps.wire import encode as encode_group
 from service.rollout.chat.tokenizer import make_tokenizer

@@ -13,7 +13,7 @@ import pytest
 
 from service.config import Config, load
 from service.errors import ConfigError, RunFailed, UserError
-from service.handoff.ledger.lifecycle import Fate
+from service.handoff.ledger.events import Fate
 from service.run.checkpoints import MANIFEST
 from service.run.folder import CONFIG, JOURNAL, find_run, lock_run
 from service.run.preparing.resuming import folder_to_resume, resumed

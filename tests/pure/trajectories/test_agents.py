@@ -15,9 +15,8 @@ from service.config.core_settings import batch_settings
 from service.errors import UserError
 from service.handoff.batches.batch import form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.ledger.state import VersionHistory
+from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.steps.values import Role, packed_roles
 from service.run.records.trajectories import RecordSettings, load_records, trajectory_records
 from service.trace.tokens import ASIDE, LOSS, tokens_of

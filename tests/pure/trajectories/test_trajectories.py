@@ -20,9 +20,8 @@ from service.errors import UserError
 from service.files import LOCK
 from service.handoff.batches.batch import form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.versions import VersionHistory
-from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.ledger.state import VersionHistory
+from service.handoff.steps.tables import ends_table, steps_table
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.run.records.trajectories import (
     RecordSettings,
