@@ -15,7 +15,7 @@ from service.config.rollout import MADE_SET
 from service.config.source import Source
 from service.config.tree import Config
 from service.errors import ConfigError
-from service.handoff.batches.estimators import GROUP_ESTIMATORS, TURN_ESTIMATORS, not_by_turn
+from service.handoff.batches.estimators import GROUP_ESTIMATORS, NOT_BY_TURN, TURN_ESTIMATORS
 from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.steps.values import ROLES, Role
 from service.model_folder import undivided_heads
@@ -312,7 +312,7 @@ def _algorithm(config: Config) -> Iterator[str]:
     if credit != "trajectory" and algorithm.estimator not in TURN_ESTIMATORS:
         yield (
             f"algorithm.credit: {credit} needs an advantage of each turn, but {algorithm.estimator} "
-            f"{not_by_turn(algorithm.estimator)}, or credit=trajectory"
+            f"{NOT_BY_TURN}, or credit=trajectory"
         )
     if truncate != "off" and algorithm.anchor == "rollout":
         yield (

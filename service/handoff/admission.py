@@ -42,8 +42,8 @@ class Admission:
         Groups of the next mini-batch that have to be read back from the journal after an undone step count too.
         """
         groups, next_ones = record.ledger.state.groups, record.ledger.finished[: self._settings.mini_batch_size]
-        to_read_back = sum(groups[o].n_bytes for _, o in next_ones if o not in record.store)
-        return record.store.n_bytes + to_read_back + self._to_come(record.ledger)
+        to_read_back = sum(groups[o].n_bytes for _, o in next_ones if o not in record.store.held)
+        return record.n_bytes + to_read_back + self._to_come(record.ledger)
 
     def journal_limit(self, journal: Journal) -> int:
         """Bytes of the journal that steps may take; one segment stays free for frames that `compaction` copies."""

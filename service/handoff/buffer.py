@@ -65,7 +65,7 @@ class Buffer:
         self._max_trajectory_bytes = settings.worst.trajectory
         prompts = Prompts(prompt_uids, settings.seed, settings.shuffle)
         self._admission = Admission(settings)
-        journal.limit_segments(settings.max_journal_bytes // JOURNAL_SEGMENTS)
+        journal.segment_bytes = min(journal.segment_bytes, settings.max_journal_bytes // JOURNAL_SEGMENTS)
         self._record = opened_record(opening(settings, prompt_uids, rows_digest), settings.limits, journal, clock)
         self.ledger = self._record.ledger
         self._attempts = Attempts(settings.attempts, settings.filters, self._record)
@@ -350,7 +350,7 @@ class Buffer:
             lengths=state.lengths.export(),
             length_distance=distance(state.lengths.generated, state.lengths.trained),
             token_length_distance=distance(state.lengths.generated_tokens, state.lengths.loss_tokens),
-            n_bytes=record.store.n_bytes,
+            n_bytes=record.n_bytes,
             reserved_bytes=self._admission.reserved(record),
             waits=self._waits.current(),
             refused=dict(self._refused),

@@ -180,16 +180,13 @@ def _token_ids(group: StepGroup, limits: Limits) -> Refusal | None:
 
 def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
     steps, ends = group.steps, group.ends
-    for name, column in (("reward_K", steps.reward_K), ("reward_E", ends.reward_E)):
-        if not (fine_X := np.abs(column) <= MAX_REWARD).all():
-            x = int(fine_X.argmin())
-            return Refusal(RefusalReason.REWARD, f"{name}[{x}]", float(column[x]))
     coldest, hottest = TEMPERATURES
     fine_K = (steps.temperature_K >= coldest) & (steps.temperature_K <= hottest)
-    if not fine_K.all():
-        k = int(fine_K.argmin())
-        return Refusal(RefusalReason.TEMPERATURE, f"temperature_K[{k}]", float(steps.temperature_K[k]))
-    return None
+    return (
+        _first(RefusalReason.REWARD, "reward_K", steps.reward_K, ~(np.abs(steps.reward_K) <= MAX_REWARD))
+        or _first(RefusalReason.REWARD, "reward_E", ends.reward_E, ~(np.abs(ends.reward_E) <= MAX_REWARD))
+        or _first(RefusalReason.TEMPERATURE, "temperature_K", steps.temperature_K, ~fine_K)
+    )
 
 
 def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
@@ -199,19 +196,15 @@ def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
     wrong_N = (steps.logprobs_N > LOGPROB_TOLERANCE) | (steps.logprobs_N < MIN_LOGPROB)
     if wrong_N.any():
         wrong_N &= steps.loss_mask_N & np.isfinite(steps.logprobs_N)
-        if wrong_N.any():
-            n = int(wrong_N.argmax())
-            return Refusal(RefusalReason.LOGPROB, f"logprobs_N[{n}]", float(steps.logprobs_N[n]))
-    return None
+    return _first(RefusalReason.LOGPROB, "logprobs_N", steps.logprobs_N, wrong_N)
 
 
 def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
     """The refusal of a sampled token without a version, another token with one, or a prompt token marked as sampled."""
     steps = group.steps
     wrong_N = (steps.loss_mask_N != (steps.versions_N >= 0)) | (steps.versions_N < NO_VERSION)
-    if wrong_N.any():
-        n = int(wrong_N.argmax())
-        return Refusal(RefusalReason.VERSION, f"versions_N[{n}]", int(steps.versions_N[n]))
+    if (wrong := _first(RefusalReason.VERSION, "versions_N", steps.versions_N, wrong_N)) is not None:
+        return wrong
     if len(steps) and (k := _first_in_prompt(steps, steps.loss_mask_N)) is not None:
         return Refusal(RefusalReason.MALFORMED, f"loss_mask_N: prompt of step {k}")
     return None
@@ -235,7 +228,13 @@ def _first_outside(reason: RefusalReason, *ranges: tuple[str, NDArray[Any], int,
         above_X = (column_X if low == 0 else column_X - low).view(f"u{column_X.itemsize}")  # below low becomes huge
         if not isinstance(high, np.ndarray) and np.maximum.reduce(above_X, initial=0) < high - low:
             continue
-        if not (fine_X := above_X < high - low).all():
-            x = int(fine_X.argmin())
-            return Refusal(reason, f"{name}[{x}]", float(column_X[x]))
+        if (wrong := _first(reason, name, column_X, above_X >= high - low)) is not None:
+            return wrong
     return None
+
+
+def _first(reason: RefusalReason, name: str, column_X: NDArray[Any], wrong_X: Bools) -> Refusal | None:
+    if not wrong_X.any():
+        return None
+    x = int(wrong_X.argmax())
+    return Refusal(reason, f"{name}[{x}]", float(column_X[x]))

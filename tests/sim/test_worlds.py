@@ -113,7 +113,7 @@ def takes_a_scorers_newest_answer(patch: Patch) -> None:
     def accept(self: Scoring, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
         group = self._record.ledger.state.groups.get(group_id)
         if group is not None and group.state is GroupState.COMPLETE and answer.rewards is not None:
-            scores = self._record.store._held[group_id].scores
+            scores = self._record.store.held[group_id].scores
             scores[scorer] = msgspec.structs.replace(scores[scorer], rewards=tuple(answer.rewards))
         return accepted(self, group_id, scorer, answer)
 

@@ -36,12 +36,12 @@ from service.handoff.batches.estimators import (
     EPSILON,
     FINITE,
     GROUP_ESTIMATORS,
+    NOT_BY_TURN,
     TURN_ESTIMATORS,
     NoAdvantage,
     advantages,
     deviation,
     grpo_no_std,
-    not_by_turn,
     rloo,
 )
 from service.handoff.steps.tables import Played
@@ -247,7 +247,7 @@ def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, 
     if credit == "trajectory":
         return np.repeat(advantages(estimator, return_G, group_G), lengths_of(turns.first_G))
     if estimator not in TURN_ESTIMATORS:
-        raise UserError(f"algorithm.credit: {estimator!r} {not_by_turn(estimator)}")
+        raise UserError(f"algorithm.credit: {estimator!r} {NOT_BY_TURN}")
     value_GT = reward_GT  # from the last turn to the first
     for t in range(value_GT.shape[1] - 2, -1, -1):
         value_GT[:, t] += gamma * value_GT[:, t + 1]

@@ -32,8 +32,6 @@ from service.errors import UserError
 from service.types import Float64s, Int64s
 
 EPSILON = 1e-6
-WHITEN_EPSILON = 1e-8
-
 FINITE = float(np.finfo(np.float32).max)
 """Largest magnitude of an advantage, so that it stays finite in float32."""
 
@@ -47,6 +45,8 @@ GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baselin
 """Estimators that compare the trajectories of a group."""
 TURN_ESTIMATORS = ("grpo", "grpo_no_std", "rloo")
 """Estimators that can also compute one advantage per turn."""
+NOT_BY_TURN = f"is defined on whole returns only; use {', '.join(TURN_ESTIMATORS)}"
+"""Why another estimator cannot be used per turn, for error messages."""
 
 
 class NoAdvantage(UserError):
@@ -142,7 +142,7 @@ def reinforce_plus_plus_baseline(return_G: Float64s, group_G: Int64s) -> Float64
     distance_G = return_G - _baseline(return_G, group_G)[1]
     if len(distance_G) < 2:
         return distance_G
-    return np.asarray((distance_G - distance_G.mean()) / (distance_G.std(ddof=1) + WHITEN_EPSILON))
+    return np.asarray((distance_G - distance_G.mean()) / (distance_G.std(ddof=1) + 1e-8))
 
 
 def _baseline(return_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:
@@ -156,12 +156,3 @@ def _baseline(return_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:
     above_P = np.bincount(group_G, return_G - first_P[group_G]) / np.maximum(count_P, 1)
     mean_P = np.where(count_P > 1, first_P + above_P, 0.0)
     return count_P[group_G], mean_P[group_G]
-
-
-def not_by_turn(estimator: str) -> str:
-    """The error message for an estimator that is not in `TURN_ESTIMATORS`: why it cannot be used per turn."""
-    return {
-        "maxrl": "divides by the mean return, which at later turns may be 0 or belong to few trajectories",
-        "reinforce++_baseline": "whitens over the mini-batch, so that an advantage depends on how many turns all other "
-        "trajectories have",
-    }.get(estimator, "is defined on whole returns only") + f"; use {', '.join(TURN_ESTIMATORS)}"

@@ -198,10 +198,6 @@ class Journal:
         """Bytes of the last segment that are reserved on the disk."""
         self._ready = False
 
-    def limit_segments(self, segment_bytes: int) -> None:
-        """Let segments have at most this many bytes."""
-        self.segment_bytes = min(self.segment_bytes, segment_bytes)
-
     @property
     def start(self) -> int:
         """Position of the oldest frame that is kept."""

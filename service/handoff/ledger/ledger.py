@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from service.handoff.ledger import events
-from service.handoff.ledger.events import GIVEN_UP, NEXT_STATES, USED, Addition, Fate, GroupState
+from service.handoff.ledger.events import GIVEN_UP, NEXT_STATES, UNFINISHED, USED, Addition, Fate, GroupState
 from service.handoff.ledger.state import (
     MESSAGES_REMEMBERED,
     Group,
@@ -24,8 +24,8 @@ from service.handoff.ledger.state import (
     State,
     Success,
     Trajectory,
-    VersionHistory,
     bucket,
+    history_of,
 )
 from service.types import RefusalReason, Sender, TrajectoryId
 
@@ -36,9 +36,10 @@ Sample = tuple[int, int]
 class Ledger:
     """The state of the buffer, with indexes that make decisions fast."""
 
-    def __init__(self, n_samples: int) -> None:
-        self.state = State(n_samples)
-        self.history = VersionHistory()
+    def __init__(self, state: State, now: float = 0.0) -> None:
+        """Every unfinished trajectory of the state counts as having made progress at `now`."""
+        self.state = state
+        self.history = history_of(state)
         self.finished: list[tuple[int, int]] = []
         """(number in the order of completion, group_id) of each complete group, oldest first."""
         self.slots: dict[int, None] = {}
@@ -53,15 +54,39 @@ class Ledger:
         """Time at which each unfinished group was claimed, oldest first."""
         self.scoring: dict[int, None] = {}
         """Groups that wait for a scorer, in the order in which they were finished."""
-        self.tried: set[int] = set()
+        self.tried = set(state.successes)
         """Rows whose success changed since the curriculum last read it."""
-        self.leased_at: dict[int, float] = {}
+        self.leased_at = dict.fromkeys(state.leases, now)
         self.in_state: Counter[GroupState] = Counter()
         self.unexamined: list[int] = []
         """Groups that became complete since filters and curriculum last looked (`batches.filters.examine`)."""
+        for group_id, group in sorted(state.groups.items()):
+            self._index(group_id, group, now)
+        self.in_state[GroupState.STEPPED] += sum(groups for groups, _ in state.finals.values())
+        for key, count in state.ended.items():
+            self.in_state[GroupState(key.partition("/")[0])] += count
+
+    def _index(self, group_id: int, group: Group, now: float) -> None:
+        self.in_state[group.state] += 1
+        if group.state in UNFINISHED:
+            self.issued_at[group_id] = now
+        if group.state is GroupState.COMPLETE:
+            insort(self.finished, (group.finished, group_id))
+            self.unexamined.append(group_id)
+        if group.state is GroupState.SCORING:
+            self.scoring[group_id] = None
+        if group.state not in USED:
+            self.slots[group_id] = None
+        for sample, trajectory in enumerate(group.trajectories):
+            if not trajectory.complete:
+                self.unfinished_bytes += trajectory.n_bytes
+                if trajectory.generator is None:
+                    self.unassigned.setdefault(group_id, set()).add(sample)
+                else:
+                    self.since[group_id, sample] = now
 
     def snapshot(self) -> bytes:
-        """The whole state as bytes, from which `service.handoff.ledger.replaying.restored` makes a ledger."""
+        """The whole state as bytes."""
         return msgspec.msgpack.encode(self.state)
 
     def apply(self, event: events.Event, now: float) -> None:
@@ -168,10 +193,7 @@ class Ledger:
         self.state.groups[event.group_id] = group
         self.state.next_group_id = event.group_id + 1
         self.state.next_place = (event.group_id if event.place is None else event.place) + 1
-        self.in_state[GroupState.ISSUED] += 1
-        self.slots[event.group_id] = None
-        self.issued_at[event.group_id] = self._now
-        self.since |= {(event.group_id, sample): self._now for sample in range(self.state.n_samples)}
+        self._index(event.group_id, group, self._now)
         given = event.request_id, event.group_id, dict.fromkeys(range(self.state.n_samples), 0)
         self.state.generators[event.generator].note_given(*given)
 

@@ -18,13 +18,14 @@ import numpy as np
 
 from service.clock import Clock
 from service.columns import bytes_per_token, concat, select
-from service.handoff.group_bytes import ITEM_BYTES, item_bytes
+from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.scores import CompleteGroup, rewarded, with_scores
-from service.handoff.steps.tables import ends_table, long_note_bytes, said_bytes, steps_table
+from service.handoff.ledger.state import State
+from service.handoff.steps.tables import ends_table, said_bytes, steps_table
 from service.handoff.steps.values import Limits, Routing
 from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 
@@ -41,7 +42,6 @@ class GroupData:
     """For each sample and step index: the table with the step, and its position there. None until first needed."""
     scores: dict[str, events.Scored] = field(default_factory=dict)
     """The scorers' answers, by name of the scorer."""
-    n_bytes: int = 0
 
     def places_of(self, sample: int) -> dict[int, tuple[Steps, int]]:
         if self.places is None:
@@ -78,38 +78,26 @@ class Store:
     """
 
     def __init__(self) -> None:
-        self.n_bytes = 0
-        """Bytes of all steps, end records and scores, as `service.handoff.group_bytes` counts them."""
         self.expert_bytes = 0
         """Bytes of a token's routed experts; 0 until a step has any. From then on all steps get such a column."""
-        self._held: dict[int, GroupData] = {}
-
-    def __contains__(self, group_id: int) -> bool:
-        return group_id in self._held
+        self.held: dict[int, GroupData] = {}
 
     def token_bytes(self, steps: Steps) -> int:
         """Bytes of one token of a table, as `service.handoff.group_bytes` counts them."""
         return bytes_per_token(steps) + (self.expert_bytes if steps.routed_experts_N is None else 0)
 
-    def table_bytes(self, steps: Steps) -> int:
-        """Bytes of a table's steps, as `service.handoff.group_bytes` counts them."""
-        counted = item_bytes(len(steps.token_ids_N), self.token_bytes(steps), len(steps))
-        return counted + long_note_bytes(steps, range(len(steps)))
-
     def of(self, group_id: int) -> GroupData:
         """The steps, end records and scores of a group; empty once the group was dropped."""
-        return self._held.get(group_id) or GroupData()
+        return self.held.get(group_id) or GroupData()
 
-    def add(self, group_id: int, steps: Steps | None, ends: Sequence[TrajectoryEnd], n_bytes: int) -> None:
-        """Add accepted steps and end records, which count as `n_bytes`, to a group."""
-        held = self._held.setdefault(group_id, GroupData())
+    def add(self, group_id: int, steps: Steps | None, ends: Sequence[TrajectoryEnd]) -> None:
+        """Add accepted steps and end records to a group."""
+        held = self.held.setdefault(group_id, GroupData())
         if steps is not None:
             held.steps.append(steps)
             held.note(steps)
         for end in ends:
             held.ends[end.trajectory.sample] = end
-        held.n_bytes += n_bytes
-        self.n_bytes += n_bytes
 
     def add_from(self, message: StepGroup, additions: Sequence[Addition]) -> None:
         """Add the new content (`additions`) of a message."""
@@ -119,31 +107,16 @@ class Store:
         for group_id, of_group in by_group.items():
             items = sorted(k for new in of_group for k in new.items)
             ends = [new.end for new in of_group if new.end is not None]
-            self.add(group_id, cut(message.steps, items), ends, sum(new.n_bytes for new in of_group))
+            self.add(group_id, cut(message.steps, items), ends)
 
     def add_score(self, event: events.Scored) -> None:
-        held = self._held.setdefault(event.group_id, GroupData())
-        if event.scorer not in held.scores:
-            held.scores[event.scorer] = event
-            held.n_bytes += event.n_bytes
-            self.n_bytes += event.n_bytes
-
-    def drop(self, group_id: int) -> None:
-        held = self._held.pop(group_id, None)
-        if held is not None:
-            self.n_bytes -= held.n_bytes
+        self.held.setdefault(event.group_id, GroupData()).scores.setdefault(event.scorer, event)
 
     def drop_samples(self, group_id: int, samples: tuple[int, ...]) -> None:
-        held = self._held.get(group_id)
-        if held is None:
-            return
+        held = self.of(group_id)
         kept = [select(table, np.flatnonzero(~np.isin(table.sample_K, samples))) for table in held.steps]
         held.rearrange([table for table in kept if len(table)])
         held.ends = {sample: end for sample, end in held.ends.items() if sample not in samples}
-        self.n_bytes -= held.n_bytes
-        scores = sum(score.n_bytes for score in held.scores.values())
-        held.n_bytes = sum(map(self.table_bytes, held.steps)) + sum(map(end_bytes, held.ends.values())) + scores
-        self.n_bytes += held.n_bytes
 
     def whole(self, group_id: int) -> tuple[Steps, Ends, tuple[events.Scored, ...]]:
         """All steps, end records and scores of a complete group. Steps and end records have the scorers' rewards and
@@ -159,7 +132,7 @@ class Store:
     def unscored(self, group_id: int) -> tuple[Steps, Ends]:
         """All steps and end records of a complete group, not changed by scorers' answers. From now on the group has one
         table of steps."""
-        held = self._held[group_id]
+        held = self.held[group_id]
         if len(held.steps) > 1:
             held.rearrange([concat(held.steps)])
         ends = [held.ends[sample] for sample in sorted(held.ends)]
@@ -200,7 +173,7 @@ class Record:
         self.journal = journal
         self.limits = limits
         self.clock = clock
-        self.ledger = Ledger(limits.n_samples_per_prompt)
+        self.ledger = Ledger(State(limits.n_samples_per_prompt))
         self.store = Store()
         self.revision = 0
         """Events applied so far."""
@@ -234,6 +207,11 @@ class Record:
         if self.journal.segment_is_full:
             self.begin_segment()
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all steps, end records and scores in memory, as `service.handoff.group_bytes` counts them."""
+        return sum(self.ledger.state.groups[group_id].n_bytes for group_id in self.store.held)
+
     def complete_group(self, group_id: int) -> CompleteGroup:
         """A complete group whose steps and end records are in memory; `replaying.load_groups` reads others back."""
         return CompleteGroup(group_id, self.ledger.state.groups[group_id].uid, *self.store.whole(group_id))
@@ -251,7 +229,7 @@ class Record:
         if isinstance(event, events.Restarted | events.GivenUp):
             self.store.drop_samples(event.group_id, event.samples)
         for group_id in (event.group_id,) if isinstance(event, events.Ended) else leased:
-            self.store.drop(group_id)
+            self.store.held.pop(group_id, None)
 
     def apply_steps(self, message: StepGroup, additions: Sequence[Addition], position: int) -> None:
         """Apply the new content of a message, whose frame begins at `position` of the journal."""

@@ -11,7 +11,6 @@ attempts in them has no bound.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -25,15 +24,15 @@ from service.handoff.journal.disk import Buffer
 from service.handoff.journal.journal import Frame, Journal, first_frame
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import items_by_trajectory, new_content
-from service.handoff.ledger.events import UNFINISHED, USED, GroupState
+from service.handoff.ledger.events import USED
 from service.handoff.ledger.ledger import Ledger, attempts_of
-from service.handoff.ledger.record import Record, Store, cut, end_bytes, expert_bytes
+from service.handoff.ledger.record import Record, Store, cut, expert_bytes
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.state import Group, State, VersionHistory
+from service.handoff.ledger.state import Group, State
 from service.handoff.steps.tables import ends_table
 from service.handoff.steps.values import Limits
 from service.handoff.steps.wire import decode, encode
-from service.types import PolicyVersion, Refusal, StepGroup, TrajectoryEnd
+from service.types import Refusal, StepGroup, TrajectoryEnd
 
 _decoder = msgspec.msgpack.Decoder(State)
 
@@ -50,7 +49,7 @@ def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock
         if frame.kind == events.SNAPSHOT:
             snapshot = frame
     if snapshot is not None:
-        ledger = record.ledger = restored(snapshot.payload, clock.monotonic())
+        ledger = record.ledger = Ledger(_decoder.decode(snapshot.payload), clock.monotonic())
         record.snapshot_end, record.store.expert_bytes = snapshot.end, expert_bytes(ledger, record.limits.routing)
         if ledger.state.opened is not None:
             _check_opening(ledger.state.opened, opened, journal.folder)
@@ -115,11 +114,11 @@ def load_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]
     Raises:
         JournalError: the journal no longer holds one of these groups.
     """
-    if missing := [group_id for group_id in group_ids if group_id not in record.store]:
+    if missing := [group_id for group_id in group_ids if group_id not in record.store.held]:
         record.journal.sync()
         _fetch_groups(record, missing, record.journal.synced)
     for group_id in missing:
-        if group_id not in record.store:
+        if group_id not in record.store.held:
             raise JournalError(f"{record.journal.folder} no longer holds group {group_id}, which waits to be trained")
     return [record.complete_group(group_id) for group_id in group_ids]
 
@@ -151,53 +150,10 @@ def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame]) ->
                     seen |= keys.keys()
                     steps, held = cut(message.steps, new), store.of(of.group_id)
                     ends = [end for end in ends if of.sample not in held.ends]
-                    n_bytes = (store.table_bytes(steps) if steps is not None else 0) + sum(map(end_bytes, ends))
-                    store.add(of.group_id, steps, ends, n_bytes)
+                    store.add(of.group_id, steps, ends)
                     end = held.ends.get(of.sample) or next(iter(ends), None)
                     if end is not None and all((*of[:2], k) in seen for k in range(end.n_steps)):
                         unfinished.discard(of[:2])
-
-
-def restored(snapshot: bytes, now: float = 0.0) -> Ledger:
-    """The ledger in a snapshot; every trajectory counts as having made progress at `now`."""
-    state = _decoder.decode(snapshot)
-    ledger = Ledger(state.n_samples)
-    ledger.state = state
-    for reached, went_on in state.branches:
-        _publish_up_to(ledger.history, reached)
-        ledger.history.rollback(went_on)
-    _publish_up_to(ledger.history, state.step)
-    for group_id, group in sorted(state.groups.items()):
-        ledger.in_state[group.state] += 1
-        if group.state in UNFINISHED:
-            ledger.issued_at[group_id] = now
-        if group.state is GroupState.COMPLETE:
-            insort(ledger.finished, (group.finished, group_id))
-            ledger.unexamined.append(group_id)
-        if group.state is GroupState.SCORING:
-            ledger.scoring[group_id] = None
-        if group.state not in USED:
-            ledger.slots[group_id] = None
-        for sample, trajectory in enumerate(group.trajectories):
-            if trajectory.complete:
-                continue
-            ledger.unfinished_bytes += trajectory.n_bytes
-            if trajectory.generator is None:
-                ledger.unassigned.setdefault(group_id, set()).add(sample)
-            else:
-                ledger.since[group_id, sample] = now
-    ledger.tried = set(state.successes)
-    ledger.leased_at = dict.fromkeys(state.leases, now)
-    ledger.in_state[GroupState.STEPPED] += sum(groups for groups, _ in state.finals.values())
-    for key, count in state.ended.items():
-        ledger.in_state[GroupState(key.partition("/")[0])] += count
-    return ledger
-
-
-def _publish_up_to(history: VersionHistory, step: int) -> None:
-    current = history.current
-    for later in range(current.step + 1, step + 1):
-        history.publish(PolicyVersion(current.incarnation, later))
 
 
 def _fetch_groups(record: Record, group_ids: Sequence[int], stop: int) -> None:

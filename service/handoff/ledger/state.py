@@ -308,3 +308,15 @@ class VersionHistory:
 def version_of(number: int) -> PolicyVersion | None:
     """The version that this number packs; None for NO_VERSION, which marks tokens that no policy sampled."""
     return None if number == NO_VERSION else PolicyVersion.unpack(number)
+
+
+def history_of(state: State) -> VersionHistory:
+    """The published versions at this state."""
+    history = VersionHistory()
+    for reached, went_on in (*state.branches, (state.step, None)):
+        current = history.current
+        for step in range(current.step + 1, reached + 1):
+            history.publish(PolicyVersion(current.incarnation, step))
+        if went_on is not None:
+            history.rollback(went_on)
+    return history

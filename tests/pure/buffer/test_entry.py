@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from service.columns import digest
 from service.handoff.ledger import events
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.state import MESSAGES_REMEMBERED
+from service.handoff.ledger.state import MESSAGES_REMEMBERED, State
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.sharing import shared_form
 from service.handoff.steps.tables import row_objects
@@ -210,7 +210,7 @@ def test_routed_experts_of_another_shape_are_refused_for_they_fit_into_no_batch(
 
 
 def test_gaps_in_a_generators_message_numbers_take_bounded_memory() -> None:
-    ledger = Ledger(n_samples=1)
+    ledger = Ledger(State(n_samples=1))
     ledger.apply(events.Joined("generator", "g", 1), now=0.0)
     for number in range(0, 4000, 2):  # every other message was refused
         ledger.accept(Sender("g", 1, number), [], routing=None, now=0.0)
