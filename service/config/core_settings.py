@@ -11,6 +11,7 @@ from service.handoff.batches.batch import BatchSettings
 from service.handoff.batches.credit import Rule
 from service.handoff.batches.estimators import ESTIMATORS
 from service.handoff.batches.filters import FilterSettings
+from service.handoff.buffer_settings import BufferSettings
 from service.handoff.group_bytes import WorstBytes
 from service.handoff.prompt_order import CurriculumSettings
 from service.handoff.scoring import ScorerSettings

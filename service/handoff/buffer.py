@@ -19,7 +19,6 @@ from service.handoff.attempts import RUN_END, Attempts
 from service.handoff.batches.batch import BatchResult
 from service.handoff.batches.filters import examine
 from service.handoff.buffer_settings import BufferSettings, opening
-from service.handoff.buffer_status import BufferStatus
 from service.handoff.claims import Claims
 from service.handoff.group_bytes import JOURNAL_SEGMENTS
 from service.handoff.journal.journal import Journal

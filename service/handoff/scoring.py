@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from service.handoff.batches.filters import FilterSettings, examine
-from service.handoff.buffer_status import ScorerStatus
 from service.handoff.group_bytes import INFO_BYTES
 from service.handoff.ledger import events
 from service.handoff.ledger.events import UNFINISHED, GroupState

@@ -19,7 +19,8 @@ from tests.sim.world import fault_world
 def check(first_seed: int, count: int) -> int:
     """Check worlds one after the other; returns how many broke a promise."""
     began, events, faults, failed = time.process_time(), 0, 0, []
-    logging.getLogger("service.scorers").setLevel(logging.ERROR)  # scorers fail on purpose
+    for name in ("service.scorers", "service.handoff.scoring"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # scorers fail on purpose
     for seed in range(first_seed, first_seed + count):
         world = fault_world(seed)
         try:
