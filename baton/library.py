@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from service.handoff.batches.estimators import advantages as advantages
     from service.handoff.ledger.state import VersionHistory as VersionHistory
     from service.handoff.prefixes.merge import merge_steps as merge_steps
-    from service.learn.expand_to_tokens import expand_to_tokens as expand_to_tokens
-    from service.learn.expand_to_tokens import row_of_token as row_of_token
+    from service.learn.device_batch import expand_to_tokens as expand_to_tokens
+    from service.learn.device_batch import row_of_token as row_of_token
     from service.learn.learner import Learner as Learner
     from service.learn.learner import StepReport as StepReport
     from service.learn.model.tiny_model import make_model as make_model
@@ -60,7 +60,7 @@ __all__, __getattr__ = lazy_names(
         "service.handoff.ledger.state": ("VersionHistory",),
         "service.handoff.prefixes.merge": ("merge_steps",),
         "service.learn.learner": ("Learner", "StepReport"),
-        "service.learn.expand_to_tokens": ("expand_to_tokens", "row_of_token"),
+        "service.learn.device_batch": ("expand_to_tokens", "row_of_token"),
         "service.learn.model.tiny_model": ("make_model",),
         "service.learn.settings": ("LearnSettings",),
         "service.rollout.chat.chat": ("Chat",),

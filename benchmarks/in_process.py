@@ -53,7 +53,7 @@ class BatchedEngine:
 
     def update(self, learner: Learner) -> None:
         """Copy the learner's weights, with an adapter merged into its base."""
-        weights, lora = learner.weights() or {}, learner.policy.lora
+        weights, lora = learner.policy.weights() or {}, learner.policy.lora
         if lora is not None:
             adapter = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
             weights = merged(self._began_with, adapter, lora)

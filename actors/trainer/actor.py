@@ -114,16 +114,12 @@ class TrainerRank(Supervised):
     def _is_set_up(self) -> bool:
         return self._learner is not None
 
-    def meeting_point(self) -> MeetingPoint:
-        """Return the address of this rank's node and a free port there, at which the ranks can form a process group."""
+    def place(self) -> tuple[str, MeetingPoint]:
+        """Return the id of this rank's node, and a free port there, at which the ranks can form a process group."""
         address = ray.util.get_node_ip_address()
         with socket.socket() as free:
             free.bind((address, 0))
-            return address, int(free.getsockname()[1])
-
-    def node(self) -> str:
-        """Return the id of this rank's node."""
-        return str(ray.get_runtime_context().get_node_id())
+            return str(ray.get_runtime_context().get_node_id()), (address, int(free.getsockname()[1]))
 
     def load(
         self,
@@ -236,11 +232,11 @@ class TrainerRank(Supervised):
         """
         with self._busy("weights"):
             if self._config.weights.transport == "memory":
-                self._buffers.copy(version, self.learner.shards(), self.learner.policy.dtype)
+                self._buffers.copy(version, self.learner.policy.shards(), self.learner.policy.dtype)
                 return self._buffers.source
             self._gathered = None, {}
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-            self._gathered = version, self.learner.weights(everywhere=True) or {}
+            self._gathered = version, self.learner.policy.weights(everywhere=True) or {}
             return None
 
     @ray.method(concurrency_group=SENDING)  # type: ignore[untyped-decorator]

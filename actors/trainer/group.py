@@ -19,8 +19,8 @@ from service.backoff import retried
 from service.config import Config
 from service.errors import ProcessLost, RunFailed, Starved
 from service.learn.learner import StepReport
+from service.learn.model.policy import OutOfMemory
 from service.learn.model.policy_model import Checkpointing
-from service.learn.out_of_memory import OutOfMemory
 from service.run.liveness.host_memory import advice
 from service.run.phases import say
 from service.types import PolicyVersion, SupervisedRow
@@ -62,10 +62,9 @@ class TrainerGroup:
         """
         try:
             self._processes = [life.process for life in await self._start("life")]
-            meeting_point = await call(self._ranks[0].meeting_point, who="trainer-0")
-            self.nodes = await self._start("node")
-            more = str(model_folder), self.nodes, adapter, self._checkpointing
-            await self._start("load", meeting_point, *more)
+            places = await self._start("place")
+            self.nodes = [node for node, _ in places]
+            await self._start("load", places[0][1], str(model_folder), self.nodes, adapter, self._checkpointing)
         except ray.exceptions.RayActorError as error:
             raise TrainerLost(f"the trainer failed as it started ({in_a_line(error)})") from error
         except OutOfMemory as error:

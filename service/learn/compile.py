@@ -87,13 +87,6 @@ def share_cores(ranks_of_host: int) -> None:
         torch._inductor.config.compile_threads = max(1, min(cores // ranks_of_host, MOST_COMPILE_THREADS))
 
 
-def memory_budget(recompute_elementwise: bool) -> float:
-    """Torch's setting for the memory that compiled layers may use to keep results for the backward pass. With 1, torch
-    keeps the results with which a step is fastest. Below 1, elementwise results are recomputed, and further results if
-    that does not save enough."""
-    return 0.9 if recompute_elementwise else 1.0
-
-
 def compile_layers(model: PreTrainedModel, trainer: TrainerConfig, recompute_elementwise: bool = False) -> None:
     """Compile the decoder layers and replace modules by Liger's fused kernels, as far as the settings ask for it.
 
@@ -111,6 +104,8 @@ def compile_layers(model: PreTrainedModel, trainer: TrainerConfig, recompute_ele
             ) from error
         liger._apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False, cross_entropy=False)
     if trainer.compile:
-        torch._functorch.config.activation_memory_budget = memory_budget(recompute_elementwise)
+        # with 1, torch keeps the results with which a step is fastest; below 1, elementwise results are recomputed, and
+        # further results if that does not save enough
+        torch._functorch.config.activation_memory_budget = 0.9 if recompute_elementwise else 1.0
         for layer in model.model.layers:
             layer.compile(dynamic=True)

@@ -22,10 +22,13 @@ from torch import Tensor
 
 from service.columns import widened
 from service.learn.attention_layout import positions_in_rows, to_device
-from service.learn.expand_to_tokens import NO_TRAJECTORY, expand_to_tokens, row_of_token
+from service.learn.compile import compiled_on_gpu
 from service.learn.layouts import Layout
 from service.learn.sequence_parallel import WHOLE, Slice
 from service.types import NO_VERSION, ROUTE_NATIVELY, MicroBatch, SupervisedRow
+
+NO_TRAJECTORY = -1
+"""Trajectory number of a dummy row, which belongs to no trajectory."""
 
 
 class DeviceSettings(NamedTuple):
@@ -150,3 +153,27 @@ def unsampled_micro_batch(rows: Sequence[SupervisedRow]) -> MicroBatch:
         temperature_R=np.ones(len(rows), np.float32),
         trajectory_of_row_R=np.full(len(rows), NO_TRAJECTORY, np.int32),
     )
+
+
+def row_of_token(cu_seqlens: Tensor, n_tokens: int) -> Tensor:
+    """[R + 1] bounds of the rows -> [N] the row of each token; an empty row has no tokens."""
+    rows = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
+    return torch.repeat_interleave(rows, cu_seqlens.diff(), output_size=n_tokens)
+
+
+@compiled_on_gpu
+def expand_to_tokens(
+    value_G: Tensor, trajectory_of_row_R: Tensor, row_of_token_N: Tensor, loss_mask_N: Tensor
+) -> Tensor:
+    """[G] -> [N]: a token with a set loss mask gets the value of its row's trajectory; all other tokens get 0, and so
+    do tokens of a dummy row. Does not wait for the device.
+
+        advantage_G           [ 0.5          -1.0 ]
+        trajectory_of_row_R   [ 0      0       1  ]          two rows of trajectory 0, one of trajectory 1
+        row_of_token_N        [ 0 0 0  1 1     2 2 2]
+        loss_mask_N           [ 0 0 1  0 1     0 1 1]        each row's own mask
+        result_N              [ 0 0 .5 0 .5    0 -1 -1]
+    """
+    value_R = value_G.index_select(0, trajectory_of_row_R.clamp(min=0))
+    value_R = torch.where(trajectory_of_row_R >= 0, value_R, 0)
+    return torch.where(loss_mask_N, value_R[row_of_token_N], 0)

@@ -30,9 +30,7 @@ from service.learn.losses.objective import FixedLogprobs, Objective
 from service.learn.losses.step_metrics import Sums, not_finite, step_metrics
 from service.learn.model.frozen_weights import FrozenWeights
 from service.learn.model.policy import Policy
-from service.learn.model.sharding import Rows
 from service.learn.optimizer import Optimizer, learning_rate, square_norm
-from service.learn.out_of_memory import naming_lack_of_memory
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch
 
@@ -80,7 +78,7 @@ class Learner:
         n_tokens = int(batch.loss_tokens_G.sum())
         if n_tokens == 0:
             return StepReport(False, "no token of the mini-batch carries loss", {})
-        with naming_lack_of_memory(self.policy), self.policy.master_weights.dropped_on_error():
+        with self.policy.gradients_dropped_on_error():
             return self._apply(self.accumulate(batch), n_tokens)
 
     def accumulate(self, batch: MiniBatch) -> Sums:
@@ -190,15 +188,6 @@ class Learner:
         for kind, copies in self._frozen.copies.items():
             state |= {f"{kind}/{name}": tensor for name, tensor in copies.items()}
         return state
-
-    def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
-        """Copies of the trained weights on rank 0, or on every rank if `everywhere` is set. Details:
-        `Policy.weights`."""
-        return self.policy.weights(everywhere)
-
-    def shards(self) -> dict[str, Rows]:
-        """This rank's part of the trained weights. Details: `Policy.shards`."""
-        return self.policy.shards()
 
     def export(self, folder: Path) -> None:
         """Write the final weights to a folder; every rank must call this. Details: `Policy.export`."""

@@ -17,7 +17,6 @@ from service.learn.device_batch import unsampled_micro_batch
 from service.learn.losses.step_metrics import Sums
 from service.learn.model.policy import Policy
 from service.learn.optimizer import Optimizer, square_norm
-from service.learn.out_of_memory import naming_lack_of_memory
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch, SupervisedRow
 
@@ -62,7 +61,7 @@ class SupervisedSteps:
             OutOfMemory: the device has too little memory; the ranks cannot continue.
         """
         micros, n_tokens = self._packed(rows)
-        with naming_lack_of_memory(self._policy), self._policy.master_weights.dropped_on_error():
+        with self._policy.gradients_dropped_on_error():
             totals = self._accumulate(micros, n_tokens)
             if not math.isfinite(totals["loss"] + totals["grad_square"]):
                 raise RunFailed(

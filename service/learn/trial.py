@@ -28,7 +28,6 @@ from service.learn.device_batch import unsampled_micro_batch
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
 from service.learn.optimizer import Optimizer
-from service.learn.out_of_memory import naming_lack_of_memory
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch, SupervisedRow
 
@@ -50,7 +49,7 @@ def take_trial(settings: LearnSettings, policy: Policy, elsewhere: float = 0) ->
     """
     device, masters = policy.device, policy.master_weights
     batch = largest_mini_batch(settings.trainer, policy.vocab_size, settings.longest_row)
-    with naming_lack_of_memory(policy), masters.dropped_on_error(), _limited(device, elsewhere):
+    with policy.gradients_dropped_on_error(), _limited(device, elsewhere):
         moments = Optimizer(masters, settings.trainer.betas, settings.trainer.weight_decay).moments()
         # a learner of its own, because frozen weights are not to be taken yet
         Learner(settings, Path(), device, policy.rank, policy.world_size, policy).accumulate(batch)

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from service.config.tree import MakeModelConfig
 from service.learn.attention_layout import Packing
-from service.learn.device_batch import DeviceBatch, DeviceSettings
-from service.learn.expand_to_tokens import expand_to_tokens, row_of_token
+from service.learn.device_batch import DeviceBatch, DeviceSettings, expand_to_tokens, row_of_token
 from service.learn.learner import Learner
 from service.learn.model import flash, logprob
 from service.learn.model.attention import packed_attention

@@ -9,6 +9,19 @@ only. Each token has two probability ratios:
 |---|---|---|
 | `anchor: rollout` | trained policy / rollout | trained policy / rollout |
 | `anchor: proximal` | trained policy / frozen weights | frozen weights / rollout |
+
+The teacher's term is on-policy distillation.
+
+Log-probabilities of a sampled token: T under the teacher, R under the rollout policy, P under the trained policy.
+
+| mode | term |
+|---|---|
+| `advantage` | `coef * (T - R)`, added to the token's advantage |
+| `kl` | `coef` times an estimate of KL(policy, teacher), added to the loss; estimator `algorithm.kl_estimator` |
+
+With fresh samples and no clipping, `advantage` gives the gradient of the reverse KL divergence: the mean of
+`gradient of P * (P - T)` over samples of the policy (Schulman 2020; on-policy distillation: Agarwal et al. 2023,
+arXiv:2306.13649). For a token without a teacher (NaN) the term is 0.
 """
 
 from __future__ import annotations
@@ -21,13 +34,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from service.config.learn import TeacherConfig
 from service.learn.attention_layout import to_device
 from service.learn.device_batch import DeviceBatch
 from service.learn.losses.correction import TrajectoryRatios, correct, over_trajectory, trajectory_ratios
 from service.learn.losses.policy_losses import LossInputs, LossTerms, check_terms, kl_term, loss_named
 from service.learn.losses.reduction import trajectory_weights
 from service.learn.losses.step_metrics import RatioMetrics, Sums
-from service.learn.losses.teacher import add_teacher_metrics, teacher_advantage, teacher_loss
 from service.learn.model.logprob import TokenLogprobs
 from service.learn.settings import LearnSettings
 from service.types import MiniBatch
@@ -176,3 +189,37 @@ def _turn_to_tokens(value_X: Tensor, micro: DeviceBatch) -> Tensor:
     if len(micro.loss_token_M):
         raise ValueError("the mini-batch has an advantage per turn, but a micro-batch has loss tokens of no turn")
     return value_X.new_zeros(0)
+
+
+def teacher_advantage(settings: TeacherConfig, micro: DeviceBatch) -> Tensor:
+    """[M] the term that the teacher adds to the advantage of each loss token."""
+    if settings.mode != "advantage":
+        return torch.zeros_like(micro.rollout_logprob_M)
+    return settings.coef * _log_ratio(micro)
+
+
+def teacher_loss(settings: TeacherConfig, kl_estimator: str, logprob_M: Tensor, micro: DeviceBatch) -> Tensor:
+    """[M] the term that the teacher adds to the loss of each loss token."""
+    if settings.mode != "kl" or micro.teacher_logprob_M is None:
+        return torch.zeros_like(micro.rollout_logprob_M)
+    known_M = ~micro.teacher_logprob_M.isnan()
+    # replaces NaN by a number, because the gradient of NaN would be NaN even behind `where`
+    teacher_M = torch.where(known_M, micro.teacher_logprob_M, logprob_M.detach())
+    return torch.where(known_M, settings.coef * kl_term(kl_estimator, logprob_M, teacher_M), 0)
+
+
+def add_teacher_metrics(sums: Sums, micro: DeviceBatch) -> None:
+    """Add to `sums` the number of tokens that have a teacher, and their log-ratios of rollout to teacher."""
+    n_known = micro.rollout_logprob_M.new_zeros(())
+    if micro.teacher_logprob_M is not None:
+        n_known = (~micro.teacher_logprob_M.isnan()).sum()
+    sums.add("teacher_tokens", n_known)
+    sums.add("teacher_kl", -_log_ratio(micro).sum())
+
+
+def _log_ratio(micro: DeviceBatch) -> Tensor:
+    """[M] log-ratio of teacher to rollout; 0 without a teacher."""
+    if micro.teacher_logprob_M is None:
+        return torch.zeros_like(micro.rollout_logprob_M)
+    ratio_M = micro.teacher_logprob_M - micro.rollout_logprob_M
+    return torch.where(ratio_M.isnan(), 0, ratio_M)

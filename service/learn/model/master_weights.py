@@ -12,8 +12,7 @@ saves the cost of dispatching each operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -57,15 +56,6 @@ class MasterWeights:
         for name, parameter in self.parameters.items():
             parameter.grad = None
             self.tensors[name].grad = None
-
-    @contextmanager
-    def dropped_on_error(self) -> Iterator[None]:
-        """Within the block, an error drops all gradients, so that they do not reach the next optimizer step."""
-        try:
-            yield
-        except BaseException:  # also on cancellation: partial gradients must not reach a step
-            self.drop_gradients()
-            raise
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
+from service.errors import BatonError
 from service.learn.compile import compiles_layers
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.model.adapter_folder import Base, peft_names, read_adapter, write_adapter
@@ -23,7 +26,6 @@ from service.learn.model.policy_model import Checkpointing, allocate, empty_mode
 from service.learn.model.sharding import (
     Rows,
     full_state_dict,
-    keep_gathered,
     local_rows,
     local_shard,
     ranks_by_node,
@@ -33,6 +35,18 @@ from service.learn.model.sharding import (
 from service.learn.sequence_parallel import Slice
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch
+
+
+class OutOfMemory(BatonError):
+    """Raised if a step ran out of the device's memory. `lighter`: the level of gradient checkpointing with which to
+    continue; None if no level takes less memory."""
+
+    def __init__(self, why: str, lighter: Checkpointing | None) -> None:
+        super().__init__(why, lighter)
+        self.lighter = lighter
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Policy:
@@ -114,14 +128,32 @@ class Policy:
             begin_adapter(masters, trained, settings.seed)
         self.master_weights.write_back()
 
-    def lighter(self) -> Checkpointing | None:
-        """The next level of gradient checkpointing that takes less memory; None if there is none."""
-        return self.checkpointing.lighter(len(self.model.layers), self.compiles)
+    @contextmanager
+    def gradients_dropped_on_error(self) -> Iterator[None]:
+        """Within the block, an error drops all gradients, so that they do not reach the next optimizer step.
+
+        Raises:
+            OutOfMemory: the device had too little memory.
+        """
+        try:
+            yield
+        except BaseException as error:  # also on cancellation: partial gradients must not reach a step
+            self.master_weights.drop_gradients()
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            n_layers = len(self.model.layers)
+            lighter = self.checkpointing.lighter(n_layers, self.compiles)
+            held = f"{self.checkpointing.layers} of {n_layers} layers kept their input only"
+            better = f" ({lighter.layers} would take less)" if lighter is not None else ""
+            first = str(error).partition("\n")[0]
+            raise OutOfMemory(f"rank {self.rank} was out of memory, {held}{better}: {first}", lighter) from error
 
     def keep_gathered_weights(self) -> None:
         """Keep the gathered weights of layers for the backward pass, which takes more memory and sends fewer bytes."""
         self.checkpointing = self.checkpointing._replace(regather=False)
-        keep_gathered(self.model.layers)
+        for layer in self.model.layers:
+            if isinstance(layer, FSDPModule):
+                layer.set_reshard_after_forward(False, recurse=False)
 
     @cached_property
     def base(self) -> Base | None:

@@ -31,8 +31,7 @@ costs more than its bytes.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -48,8 +47,6 @@ from service.learn.model.logprob import accumulation_dtype
 
 SMALL_LAYER = 1 << 20
 """Number of parameters below which a layer is not gathered by itself, but with the rest of the model."""
-MESSAGE_BYTES = 32 << 20
-"""Bytes of parameters that are collected before one message gathers them."""
 
 
 def ranks_by_node(nodes: Sequence[str]) -> list[list[int]]:
@@ -112,13 +109,6 @@ def reshard(model: nn.Module) -> None:
     weights."""
     for module in _sharded(model):
         module.reshard()
-
-
-def keep_gathered(layers: Iterable[nn.Module]) -> None:
-    """Let sharded layers keep their gathered weights from the forward pass for the backward pass."""
-    for layer in layers:
-        if isinstance(layer, FSDPModule):
-            layer.set_reshard_after_forward(False, recurse=False)
 
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
@@ -197,7 +187,8 @@ def full_state_dict(
     its device. Shards are cast to `dtype` before they are sent.
     """
     whole: dict[str, Tensor] = {}
-    for name, tensor in _whole_tensors(parameters, dtype, device):
+    for name, parameter in parameters.items():
+        tensor = _gathered(parameter, dtype, device) if isinstance(parameter, DTensor) else parameter.detach()
         if everywhere:
             whole[name] = tensor.to(device, dtype, copy=True)
         elif rank == 0:
@@ -206,44 +197,17 @@ def full_state_dict(
     return whole if everywhere or rank == 0 else None
 
 
-def _whole_tensors(
-    parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter by name; sharded parameters are gathered as `dtype`, several per message."""
-    by_mesh: dict[DeviceMesh, dict[str, DTensor]] = {}
-    for name, parameter in parameters.items():
-        if not isinstance(parameter, DTensor):
-            yield name, parameter.detach()
-            continue
-        together = by_mesh.setdefault(parameter.device_mesh, {})
-        together[name] = parameter
-        if sum(map(torch.numel, together.values())) * dtype.itemsize >= MESSAGE_BYTES:
-            yield from _gathered(by_mesh.pop(parameter.device_mesh), dtype, device)
-    for together in by_mesh.values():
-        yield from _gathered(together, dtype, device)
-
-
-def _gathered(
-    parameters: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
-    """The whole tensors of parameters with the same sharding.
-
-    Parameters of rows 0 1 2 and of rows 0 1 2 3 on two ranks: rank 0 sends 0 1 | 0 1, rank 1 sends 2 . | 2 3, where a
-    point is padding.
-    """
-    first = next(iter(parameters.values()))
-    mesh, axis = first.device_mesh, _row_axis(first)
-    rows = {name: -(-len(parameter) // mesh.size(axis)) for name, parameter in parameters.items()}
-    sizes = [rows[name] * math.prod(parameter.shape[1:]) for name, parameter in parameters.items()]
-    own = torch.zeros(sum(sizes), dtype=dtype, device=device)
-    for place, parameter in zip(torch.split(own, sizes), parameters.values(), strict=True):
-        shard = local_shard(parameter.detach())
-        place[: shard.numel()] = shard.reshape(-1)
-    gathered = torch.empty(mesh.size(axis) * own.numel(), dtype=dtype, device=device)
-    dist.all_gather_single(gathered, own, group=mesh.get_group(axis))
-    of_ranks = torch.split(gathered.view(mesh.size(axis), -1), sizes, dim=-1)
-    for of_parameter, (name, parameter) in zip(of_ranks, parameters.items(), strict=True):
-        yield name, of_parameter.reshape(-1, *parameter.shape[1:])[: len(parameter)]
+def _gathered(parameter: DTensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The whole tensor of a sharded parameter, gathered as `dtype`. Shards are padded to equal size: of the rows 0 1 2
+    on two ranks, rank 0 sends 0 1, and rank 1 sends 2 and padding."""
+    axis, shard = _row_axis(parameter), local_shard(parameter.detach())
+    ranks = parameter.device_mesh.size(axis)
+    rows = -(-len(parameter) // ranks)
+    own = torch.zeros(rows, *parameter.shape[1:], dtype=dtype, device=device)
+    own[: len(shard)] = shard
+    gathered = torch.empty(ranks * rows, *parameter.shape[1:], dtype=dtype, device=device)
+    dist.all_gather_single(gathered, own, group=parameter.device_mesh.get_group(axis))
+    return gathered[: len(parameter)]
 
 
 def begin_host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -23,8 +23,8 @@ from actors.weights.weight_source import TrainerLost
 from service.config import Config, TrainerConfig, WeightsConfig
 from service.errors import ProcessLost, UserError
 from service.learn.learner import StepReport
+from service.learn.model.policy import OutOfMemory
 from service.learn.model.policy_model import Checkpointing
-from service.learn.out_of_memory import OutOfMemory
 from service.run.folder import LOGS, PROFILES
 from service.run.liveness.host_memory import REMEDIES
 from service.run.liveness.supervisor import Life
@@ -88,11 +88,8 @@ def rank_whose_step_fails(number: int, loaded: list[Any], error: Exception) -> A
     async def life() -> Life:
         return Life(f"process {number}", is_set_up=True)
 
-    async def meeting_point() -> tuple[str, int]:
-        return "", 0
-
-    async def node() -> str:
-        return ""
+    async def place() -> tuple[str, tuple[str, int]]:
+        return "", ("", 0)
 
     async def load(*arguments: Any) -> None:
         loaded.append(arguments[-1])
@@ -100,7 +97,7 @@ def rank_whose_step_fails(number: int, loaded: list[Any], error: Exception) -> A
     async def step(batch: bytes) -> None:
         raise error
 
-    methods = {"life": life, "meeting_point": meeting_point, "node": node, "load": load, "step": step}
+    methods = {"life": life, "place": place, "load": load, "step": step}
     return SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from service.learn.chunk_layout import CHUNK, Chunks
-from service.learn.model.delta_rule import EPSILON, causal_convolution, gated_delta_rule
+from service.learn.attention_layout import CHUNK, Chunks
+from service.learn.model.delta_net import EPSILON, causal_convolution, gated_delta_rule
 from tests.pure.learn.builders import CPU
 
 HEADS, KEYS, VALUES, TAPS = 2, 6, 5, 4

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.learn.expand_to_tokens import expand_to_tokens, row_of_token
+from service.learn.device_batch import expand_to_tokens, row_of_token
 
 
 def spread(advantage_G: list[float], trajectory_R: list[int], lengths_R: list[int], mask_N: list[bool]) -> list[float]:

@@ -15,7 +15,7 @@ from tests.pure.learn.ranks import Ranks
 def gathered(rank: int, world_size: int, folder: Path, dtype: str) -> tuple[dict[str, str], dict[str, str] | None]:
     """A digest of every weight, gathered on this rank's device and on rank 0."""
     learner = Learner(settings(dtype=dtype), folder, CPU, rank, world_size)
-    everywhere, whole = learner.weights(everywhere=True), learner.weights()
+    everywhere, whole = learner.policy.weights(everywhere=True), learner.policy.weights()
     assert all(tensor.is_contiguous() for tensor in everywhere.values())
     return digests(everywhere), None if whole is None else digests(whole)
 

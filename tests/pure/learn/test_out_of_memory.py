@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from service.learn.learner import Learner
-from service.learn.model.policy import Policy
+from service.learn.model.policy import OutOfMemory, Policy
 from service.learn.model.policy_model import Checkpointing
-from service.learn.out_of_memory import OutOfMemory
 from service.learn.supervised import SupervisedSteps
 from service.types import SupervisedRow
 from tests.pure.learn.builders import CPU, SHAPE, made_rows, mini_batch, settings

@@ -191,7 +191,7 @@ def steps_within(rank: int, world_size: int, folder: Path, parent: Path) -> dict
         dist.barrier()
         second.load(parent / within)
         reports.append(second.step(batch))
-        weights, masters = second.weights(), first.policy.master_weights
+        weights, masters = second.policy.weights(), first.policy.master_weights
         held = sum(master.numel() for master in masters.tensors.values())
         found[within] = {
             "steps": [report.metrics[f"policy/{name}"] for report in reports for name in ("policy_loss", "grad_norm")],

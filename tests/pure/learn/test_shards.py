@@ -23,9 +23,10 @@ def both(rank: int, world_size: int, folder: Path, model: dict[str, Any], within
     config = settings(trainer={"ranks": world_size, "shard_within": within}, **model)
     nodes = NODES[:world_size] if within == "node" else None
     learner = Learner(config, folder, CPU, rank, world_size, Policy(config, folder, CPU, rank, world_size, nodes=nodes))
-    dtype = learner.policy.dtype
-    held = {name: (rows.shape, rows.first, rows.rows.to(dtype).tolist()) for name, rows in learner.shards().items()}
-    whole = learner.weights()
+    policy = learner.policy
+    rows = policy.shards().items()
+    held = {name: (each.shape, each.first, each.rows.to(policy.dtype).tolist()) for name, each in rows}
+    whole = policy.weights()
     return held, None if whole is None else {name: tensor.tolist() for name, tensor in whole.items()}
 
 
@@ -67,13 +68,13 @@ def test_gathered_weights_are_copies_that_training_does_not_change_and_rows_are_
     learner = Learner(settings(), model_folder, CPU, 0, 1)
 
     def published() -> list[torch.Tensor]:
-        whole = learner.weights(everywhere=True)
+        whole = learner.policy.weights(everywhere=True)
         assert whole is not None
         return [*whole.values()]
 
     kept = published()
     before = [tensor.clone() for tensor in kept]
-    rows = [of_rank.rows for of_rank in learner.shards().values()]
+    rows = [of_rank.rows for of_rank in learner.policy.shards().values()]
     copies = [of_rank.clone() for of_rank in rows]
     with torch.no_grad():
         for tensor in learner.policy.master_weights.tensors.values():

@@ -16,7 +16,7 @@ from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 
 
 def assert_same_weights(one: Learner, other: Learner) -> None:
-    ours, theirs = one.weights(), other.weights()
+    ours, theirs = one.policy.weights(), other.policy.weights()
     assert ours is not None and theirs is not None and ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -101,7 +101,7 @@ def test_in_bfloat16_steps_too_small_for_it_add_up_in_float32_masters(model_fold
     for steps, changed in ((5, False), (35, True)):
         for _ in range(steps):
             assert learner.step(batch).applied
-        weights = learner.weights()
+        weights = learner.policy.weights()
         assert weights is not None
         norm = weights["model.norm.weight"]
         assert norm.dtype == torch.bfloat16
@@ -124,7 +124,7 @@ def test_an_exported_folder_loads_like_the_folder_it_came_from(model_folder: Pat
     assert names == {"config.json", "model.safetensors", "tokenizer.json"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "source"]
     assert_same_weights(learner, Learner(settings(), tmp_path / "final", CPU, 0, 1))
-    assert "lm_head.weight" not in (learner.weights() or {})
+    assert "lm_head.weight" not in (learner.policy.weights() or {})
 
 
 def test_a_mini_batch_for_more_ranks_than_there_are_is_not_trained_in_part(model_folder: Path) -> None:

@@ -22,8 +22,8 @@ from service.handoff.steps import wire
 from service.handoff.steps.tables import ends_table, steps_table
 from service.learn.device_batch import DeviceBatch
 from service.learn.learner import Learner
+from service.learn.losses.objective import teacher_advantage, teacher_loss
 from service.learn.losses.policy_losses import LossInputs, ppo_clip
-from service.learn.losses.teacher import teacher_advantage, teacher_loss
 from service.types import MiniBatch, Step, TrajectoryEnd
 from tests.pure.learn.builders import settings
 from tests.pure.learn.test_credit_split import cut_at_random, gradient, group_of, in_float64

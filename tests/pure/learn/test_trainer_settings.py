@@ -34,7 +34,7 @@ def losses(rank: int, world_size: int, folder: Path, trainer: dict[str, Any], dt
     rows = made_rows(6, seed=80)
     batch = mini_batch([[[row for row in rows if row.trajectory % world_size == r]] for r in range(world_size)], 6)
     found = [learner.step(batch).metrics["policy/policy_loss"] for _ in range(3)]
-    weights = learner.weights()
+    weights = learner.policy.weights()
     assert (weights is None) == (rank != 0)
     if weights is not None:
         assert {weight.dtype for weight in weights.values()} == {getattr(torch, dtype)}

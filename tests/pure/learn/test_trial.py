@@ -16,9 +16,8 @@ from service.handoff.batches.pack import prefix_order
 from service.learn import trial
 from service.learn.device_batch import DeviceBatch
 from service.learn.learner import Learner
-from service.learn.model.policy import Policy
+from service.learn.model.policy import OutOfMemory, Policy
 from service.learn.model.policy_model import Checkpointing
-from service.learn.out_of_memory import OutOfMemory
 from service.learn.trial import engine_bytes, keep_gathered_weights, largest_mini_batch, take_trial
 from service.types import MicroBatch
 from tests.pure.learn.builders import CPU, VOCABULARY, made_rows, mini_batch, settings
