@@ -18,8 +18,8 @@ from service.backoff import Backoff
 from service.config import RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed, WeightsGone
-from service.run.liveness.supervisor import Life, Supervisor
 from service.run.liveness import supervisor as liveness
+from service.run.liveness.supervisor import Life, Supervisor
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, died
 

@@ -21,9 +21,9 @@ from actors.trainer.group import TrainerGroup
 from actors.weights.weight_source import TrainerLost
 from service.config import Config
 from service.errors import ProcessLost
+from service.run.liveness import supervisor as liveness
 from service.run.liveness.host_memory import FULL, REMEDIES, Memory
 from service.run.liveness.supervisor import Life, Supervisor
-from service.run.liveness import supervisor as liveness
 from tests.pure.actors.fakes import Method
 
 FIRST, NEXT = Life("first", is_set_up=True), Life("next", is_set_up=False)

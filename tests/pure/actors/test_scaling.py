@@ -22,8 +22,8 @@ from service.backoff import Backoff
 from service.config import Config, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed
-from service.run.liveness.supervisor import Supervisor
 from service.run.liveness import supervisor as liveness
+from service.run.liveness.supervisor import Supervisor
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, died
 
