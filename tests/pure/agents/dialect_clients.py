@@ -127,10 +127,6 @@ def _follow(calls: list[Any], answers: list[str], answer: Callable[[str, str], A
     return [answer(of, said) for (of, _, _), said in zip(calls, answers, strict=True)]
 
 
-def _output(of: str, said: str) -> dict[str, Any]:
-    return {"type": "function_call_output", "call_id": of, "output": said}
-
-
 def _tool_result(of: str, said: str) -> dict[str, Any]:
     parts = [{"type": "text", "text": said[:3]}, {"type": "text", "text": said[3:]}]
     return {"type": "tool_result", "tool_use_id": of, "content": parts, "cache_control": {"type": "ephemeral"}}

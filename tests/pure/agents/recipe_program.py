@@ -1,47 +1,49 @@
 """An agent of each library, as its users write it: `recipe_program.py LIBRARY URL KEY` prints its answer as JSON.
 
-Runs in an environment that holds only that library, so it imports nothing of this project. Every agent answers one
-question, with a tool that says 17.
+Runs in an environment that holds only that library, which brings pydantic, so it imports nothing of this project. Every
+agent answers one question, with a tool that says 17.
 """
 
 import asyncio
 import json
 import sys
 
+from pydantic import BaseModel
+
 library, url, key = sys.argv[1:]
 QUESTION = "how old is the fox?"
+
+
+class Age(BaseModel):
+    """The age."""
+
+    age: int
+
+
+def search(query: str) -> str:
+    """Look up.
+
+    Args:
+        query: what to look up
+    """
+    return "17"
 
 
 def openai_agents():
     from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
     from openai import AsyncOpenAI
-    from pydantic import BaseModel
-
-    class Age(BaseModel):
-        age: int
-
-    @function_tool
-    def search(query: str) -> str:
-        """Look up."""
-        return "17"
 
     set_default_openai_client(AsyncOpenAI(base_url=url, api_key=key))
     set_tracing_disabled(True)
-    agent = Agent(name="keeper", instructions="be brief", model="policy", tools=[search], output_type=Age)
+    agent = Agent(
+        name="keeper", instructions="be brief", model="policy", tools=[function_tool(search)], output_type=Age
+    )
     return Runner.run_sync(agent, QUESTION).final_output.age
 
 
 def langgraph():
     from langchain.agents import create_agent
     from langchain_openai import ChatOpenAI
-    from pydantic import BaseModel
-
-    class Age(BaseModel):
-        age: int
-
-    def search(query: str) -> str:
-        """Look up."""
-        return "17"
 
     model = ChatOpenAI(model="policy", base_url=url, api_key=key)
     agent = create_agent(model, [search], system_prompt="be brief", response_format=Age)
@@ -49,22 +51,13 @@ def langgraph():
 
 
 def pydantic_ai():
-    from pydantic import BaseModel
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    class Age(BaseModel):
-        age: int
-
     model = OpenAIChatModel("policy", provider=OpenAIProvider(base_url=url, api_key=key))
     agent = Agent(model, instructions="be brief", output_type=Age)
-
-    @agent.tool_plain
-    def search(query: str) -> str:
-        """Look up."""
-        return "17"
-
+    agent.tool_plain(search)
     return agent.run_sync(QUESTION).output.age
 
 
@@ -80,36 +73,16 @@ def dspy():
 def smolagents():
     from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
-    @tool
-    def search(query: str) -> str:
-        """Look up.
-
-        Args:
-            query: what to look up
-        """
-        return "17"
-
     model = OpenAIServerModel(model_id="policy", api_base=url, api_key=key)
-    return ToolCallingAgent(tools=[search], model=model, verbosity_level=0).run(QUESTION)
+    return ToolCallingAgent(tools=[tool(search)], model=model, verbosity_level=0).run(QUESTION)
 
 
 def strands():
-    from pydantic import BaseModel
     from strands import Agent, tool
     from strands.models.openai import OpenAIModel
 
-    class Age(BaseModel):
-        """The age."""
-
-        age: int
-
-    @tool
-    def search(query: str) -> str:
-        """Look up."""
-        return "17"
-
     model = OpenAIModel(client_args={"base_url": url, "api_key": key}, model_id="policy")
-    agent = Agent(model=model, tools=[search], system_prompt="be brief", callback_handler=None)
+    agent = Agent(model=model, tools=[tool(search)], system_prompt="be brief", callback_handler=None)
     return agent(QUESTION, structured_output_model=Age).structured_output.age
 
 
@@ -129,10 +102,6 @@ def autogen():
     from autogen_agentchat.agents import AssistantAgent
     from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-    async def search(query: str) -> str:
-        """Look up."""
-        return "17"
-
     can = {"vision": False, "function_calling": True, "json_output": True, "structured_output": True}
     about = {**can, "family": "unknown"}
     model = OpenAIChatCompletionClient(model="policy", base_url=url, api_key=key, model_info=about)
@@ -143,18 +112,11 @@ def autogen():
 def anthropic():
     import anthropic
 
-    @anthropic.beta_tool
-    def search(query: str) -> str:
-        """Look up.
-
-        Args:
-            query: what to look up
-        """
-        return "17"
-
     client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key=key)
     asked = {"model": "policy", "max_tokens": 500, "messages": [{"role": "user", "content": QUESTION}]}
-    return int(client.beta.messages.tool_runner(tools=[search], **asked).until_done().content[0].text)
+    return int(
+        client.beta.messages.tool_runner(tools=[anthropic.beta_tool(search)], **asked).until_done().content[0].text
+    )
 
 
 print(json.dumps(globals()[library]()))

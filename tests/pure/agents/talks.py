@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from copy import deepcopy
 from typing import Any
 
@@ -76,10 +75,6 @@ class ResponsesTalk(ChatTalk):
         said = [item["content"] for item in reply["output"] if item["type"] == "message"]
         return "".join(part["text"] for parts in said for part in parts)
 
-    def edit(self, words: str) -> None:
-        said = [item for item in self.input if item.get("type") == "message" and item["role"] == "assistant"]
-        said[-1]["content"][0]["text"] = words
-
 
 class MessagesTalk(ChatTalk):
     """Messages."""
@@ -104,10 +99,6 @@ class MessagesTalk(ChatTalk):
     def text(self, reply: dict[str, Any]) -> str:
         return "".join(block["text"] for block in reply["content"] if block["type"] == "text")
 
-    def edit(self, words: str) -> None:
-        said = [message for message in self.messages if message["role"] == "assistant"][-1]
-        next(block for block in said["content"] if block["type"] == "text")["text"] = words
-
     def error(self, body: dict[str, Any]) -> str:
         assert set(body) >= {"type", "error"} and body["type"] == "error"
         return str(body["error"]["message"])
@@ -121,13 +112,3 @@ def called(arguments: str = '{"query":  "marn"}') -> str:
     return (
         f'<think>\nplan\n</think>\n\nLet me look.<tool_call>{{"name":  "search", "arguments": {arguments}}}</tool_call>'
     )
-
-
-def rewritten(body: dict[str, Any]) -> dict[str, Any]:
-    """The body of chat completions as other clients send it back: other spaces in arguments, no thinking."""
-    body = deepcopy(body)
-    for message in body["messages"]:
-        message.pop("reasoning_content", None)
-        for call in message.get("tool_calls", ()):
-            call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=3)
-    return body

@@ -88,19 +88,17 @@ def test_paths_that_are_nothing_are_named_with_what_is_near(run: Path, said: Sai
     assert "one of its checkpoints: step_20, step_40" in said(run / "checkpoints")
     assert "no model (config.json), no run folder" in said(run / "logs")
     assert "no model (config.json), no run folder" in said(run / "config.yaml")
+    assert "there is no such file" in said(run, f"data.eval.held_out={tmp_path}"), "a folder is no set"
     away = Path(shutil.copytree(run / "checkpoints/step_20", tmp_path / "step_20"))
     assert "lies in no run folder" in said(away)
+    shutil.rmtree(run / "checkpoints")
+    assert "neither final weights nor a checkpoint" in said(run)
 
 
 def test_a_checkpoint_is_found_from_within_its_folder(run: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run / "checkpoints/step_20")
     (run / "checkpoints/step_20" / PART).unlink()
     assert f"{PART} is missing" in said(Path())
-
-
-def test_a_run_without_a_checkpoint_is_named(run: Path, said: Said) -> None:
-    shutil.rmtree(run / "checkpoints")
-    assert "neither final weights nor a checkpoint" in said(run)
 
 
 def test_an_export_of_an_adapter_that_a_run_does_not_have_is_refused_before_its_weights_are_looked_for(
@@ -163,11 +161,6 @@ def test_a_run_whose_model_is_gone_or_damaged_is_refused(run: Path, said: Said) 
     assert "no config.json" in said(run)
 
 
-def test_a_configuration_that_no_longer_fits_is_refused(run: Path, said: Said) -> None:
-    (run / "config.yaml").write_text((run / "config.yaml").read_text() + "\ngone: 1\n")
-    assert "gone" in said(run)
-
-
 def test_a_model_that_cannot_be_read_is_named_by_its_path_alone(run: Path, said: Said) -> None:
     config = ["--config", str(run / "config.yaml")]
     cut(run / "model/model.safetensors")
@@ -181,10 +174,7 @@ def test_a_model_that_cannot_be_read_is_named_by_its_path_alone(run: Path, said:
     [
         ("gone.jsonl", None, "there is no such file"),
         ("empty.jsonl", "", "there are no rows"),
-        ("other.jsonl", '{"question": "?", "answer": "1"}\n', "row 0, column prompt: is missing"),
         ("other.jsonl", '{"prompt": "?", "env_class": "lokup"}\n', "there is no environment 'lokup'"),
-        ("rows.csv", "prompt\n?\n", "give a .jsonl or a .parquet file"),
-        ("rows.parquet", "no parquet", "no parquet file that can be read"),
     ],
 )
 def test_a_set_that_cannot_be_played_is_named(
@@ -194,10 +184,6 @@ def test_a_set_that_cannot_be_played_is_named(
         (tmp_path / name).write_text(content)
     err = said(run, f"data.eval.held_out={tmp_path / name}")
     assert told in err and (str(tmp_path / name) in err or "row 0" in err)
-
-
-def test_a_folder_as_a_set_is_named(run: Path, said: Said, tmp_path: Path) -> None:
-    assert "there is no such file" in said(run, f"data.eval.held_out={tmp_path}")
 
 
 def test_no_set_at_all_is_told_before_anything_is_loaded(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,21 +212,15 @@ def test_an_evaluation_takes_nothing_that_its_run_may_still_hold() -> None:
     assert beside_a_run(load_config([QUICKSTART])) == load_config([QUICKSTART])
 
 
-def test_a_result_is_replaced_at_once(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.driver.evaluate_model.evaluate", lambda *arguments: [])
-    output = tmp_path / "o.json"
-    empty = {"path": str(run), "weights": str(run / "checkpoints" / "step_40"), "sets": []}
-    for _ in range(2):
-        assert main(["eval", str(run), "--output", str(output)]) == 0
-        assert json.loads(output.read_text()) == empty
-    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["o.json"]
-
-
-def test_an_output_that_is_no_plain_file_is_written_through_and_stays(
+def test_a_result_is_replaced_at_once_and_an_output_that_is_no_plain_file_is_written_through(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actors.driver.evaluate_model.evaluate", lambda *arguments: [])
     empty = {"path": str(run), "weights": str(run / "checkpoints" / "step_40"), "sets": []}
+    for _ in range(2):
+        assert main(["eval", str(run), "--output", str(tmp_path / "o.json")]) == 0
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["o.json"]
+    assert json.loads((tmp_path / "o.json").read_text()) == empty
     link, pipe, target = tmp_path / "link", tmp_path / "pipe", tmp_path / "target.json"
     link.symlink_to(target)
     target.touch()

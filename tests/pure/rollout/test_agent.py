@@ -100,17 +100,6 @@ async def test_a_prompt_of_exactly_the_limit_is_still_answered_and_a_longer_one_
     assert (steps, end.n_steps, end.stop_reason) == ([], 0, "length")
 
 
-async def test_a_response_holds_what_was_generated_and_the_observation_is_in_the_next_prompt(chat: Chat) -> None:
-    long_observation = " ".join(["owl"] * 20)
-    environment = ScriptedEnvironment([told(long_observation), told("done", 1.0, True)])
-    steps, _ = await play(chat, "look fox age", environment)
-    assert [chat.text(step.response_ids) for step in steps] == ["look fox age"] * 2
-    assert chat.text(steps[1].prompt_ids) == f"user {long_observation} assistant"
-    for step, prompt in zip(steps, whole_prompts(steps), strict=True):
-        assert len(prompt) <= 64
-        assert len(step.response_ids) <= 8
-
-
 async def test_an_appended_end_stays_in_the_ids_and_carries_no_loss(chat: Chat) -> None:
     engine = ScriptedEngine(chat, lambda words: generated(chat.encode("look fox age").tolist(), sampled_end=False))
     steps, _ = await play(chat, engine, ScriptedEnvironment([told("17"), told("owl", 1.0, True)]))
@@ -155,11 +144,6 @@ async def test_routed_experts_of_an_extension_cover_the_tokens_that_it_carries(c
         assert step.routed_experts is not None
         assert step.routed_experts.ravel().tolist() == [*range(start, stop - 1), ROUTE_NATIVELY]
         start = stop
-
-
-async def test_the_last_turn_allowed_ends_the_trajectory_with_that_reason(chat: Chat) -> None:
-    steps, end = await play(chat, "look fox age", Lookup(), lookup_task(0), max_turns=3)
-    assert (len(steps), end.n_steps, end.stop_reason, end.reward) == (3, 3, "max_turns", 0.0)
 
 
 @pytest.mark.parametrize(

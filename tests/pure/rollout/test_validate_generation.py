@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from service.errors import RunFailed
 from service.handoff.steps.values import StopReason
 from service.rollout.agent_loop import Played
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Generation
-from service.run.liveness.repeated_failures import FailureWatch
-from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, generated, play, told
+from tests.pure.rollout.conftest import ScriptedEngine, ScriptedEnvironment, generated, play, told
 
 THREE = generated([5, 6, 7])
 PROMPT_TOKENS = 200
@@ -99,20 +96,3 @@ async def test_the_vocabulary_is_the_tokenizers(chat: Chat) -> None:
         engine = ScriptedEngine(chat, lambda words, token=token: generated([token]))  # type: ignore[misc]
         _, end = await play(chat, engine, ScriptedEnvironment([told("x", 1.0, True)]))
         assert end.stop_reason == reason
-
-
-async def test_an_engine_that_always_answers_wrongly_ends_the_run_with_what_it_answered(chat: Chat) -> None:
-    answer, why = WRONG["one log-probability too few"]
-    counts: dict[str, int] = {}
-    seen: list[Played] = []
-    for _ in range(4):
-        engine = ScriptedEngine(chat, lambda words: answer)
-        _, end = await play(chat, engine, ScriptedEnvironment([]), QUESTION, observe=seen.append)
-        counts[f"end_{end.stop_reason}"] = counts.get(f"end_{end.stop_reason}", 0) + 1
-    status: dict[str, Any] = {
-        "counts": counts,
-        "failures": {seen[-1].end.stop_reason: seen[-1].failure},
-        "refusals": {},
-    }
-    with pytest.raises(RunFailed, match=f"4 {StopReason.ENGINE_OUTPUT}.*{why}"):
-        FailureWatch(4, print, print).check([status])
