@@ -67,6 +67,10 @@ class CommonFields(Struct, kw_only=True):
         return self.tool_choice.type if isinstance(self.tool_choice, ToolChoice) else self.tool_choice or "auto"
 
 
+class _Format(Struct):
+    type: Name
+
+
 class _Unless(NamedTuple):
     """The rule for a field of a request: a value is refused unless it is among the `neutral` values."""
 
@@ -144,6 +148,23 @@ def ignored_fields(body: Mapping[str, Any], shape: type[Struct], tools: Collecti
     offered = body.get("tools") if tools else None
     left_out = (f"tools.{tool['type']}" for tool in offered or () if _is_left_out(tool, tools))
     return tuple(islice(filter(FIELD_NAME.fullmatch, chain(names, left_out)), MAX_NAMED))
+
+
+def forms_of(body: Mapping[str, Any], request: CommonFields) -> tuple[str, ...]:
+    """The fields with which a request prescribes the form of its answer: JSON of a schema, or a call of a tool. The
+    policy answers freely, so that a badly formed answer can be trained on; see `agents.structured`.
+
+    Raises:
+        Refused: a form cannot be read.
+    """
+    given = {name: body.get(name) for name in FORMATS}
+    for name in OPTIONS:
+        options = body.get(name)
+        given[f"{name}.format"] = options.get("format") if isinstance(options, dict) else None
+    forced = () if request.choice in ("auto", "none") else ("tool_choice",)
+    return *forced, *(
+        field for field, value in given.items() if value and read_as(value, _Format, field).type != "text"
+    )
 
 
 def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from service.agents.dialects.answer_form import forms_of
 from service.agents.dialects.body import (
     CommonFields,
     Content,
     Name,
     Positive,
+    forms_of,
     function_tool,
     ignored_fields,
     own_tools,

@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from service.agents.dialects.answer_form import forms_of
 from service.agents.dialects.body import (
     NO_THREAD,
     CommonFields,
     Content,
     Name,
     Positive,
+    forms_of,
     function_tool,
     ignored_fields,
     own_tools,

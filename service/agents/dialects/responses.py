@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from service.agents.dialects.answer_form import forms_of
 from service.agents.dialects.body import (
     CommonFields,
     Content,
     Name,
     Positive,
     TextPart,
+    forms_of,
     function_tool,
     ignored_fields,
     own_tools,

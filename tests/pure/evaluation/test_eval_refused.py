@@ -212,7 +212,7 @@ def test_an_evaluation_takes_nothing_that_its_run_may_still_hold() -> None:
     assert beside_a_run(load_config([QUICKSTART])) == load_config([QUICKSTART])
 
 
-def test_a_result_is_replaced_at_once_and_an_output_that_is_no_plain_file_is_written_through(
+def test_a_result_is_replaced_at_once_or_written_through_what_is_no_plain_file(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actors.driver.evaluate_model.evaluate", lambda *arguments: [])

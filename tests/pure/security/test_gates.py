@@ -103,7 +103,10 @@ def test_s3_whatever_starts_a_ray_keeps_its_token_first(
     monkeypatch.setattr(started_by, "keep_token_private", keep)
     config = load_config(["configs/quickstart.yaml"], [f"run.dir={tmp_path}", "metrics.port=0"])
     with pytest.raises(Kept):
-        started_by.run(config) if started_by is running else started_by.evaluate(config, None, print)
+        if started_by is running:
+            started_by.run(config)
+        else:
+            started_by.prepared_evaluation(config, None, print).__enter__()
 
 
 def test_s3_a_token_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
@@ -238,6 +241,7 @@ def test_s9_what_a_policy_says_cannot_command_a_terminal() -> None:
     said = "\x1b]0;owned\x07\x1b[2J\u202edrowssap\r\b\x9b31m ok\n\ttab"
     step = {
         "prompt_ids": [], "response_ids": [0], "logprobs": None, "loss_mask": [1], "versions": [[1, "0:1"]],
+        "trains": True,
     }  # fmt: skip
     (token,) = tokens_of(step, {"trained_at": "0:1", "fate": "trained"}, 8, lambda ids: [said] * len(ids))
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", token.text)
