@@ -342,8 +342,8 @@ async def test_whatever_clients_do_the_steps_are_what_the_engine_was_asked_and_a
         assert sorted(sampled) == sorted(house.replies)
         for call, step in zip(session.tree.calls, house.steps, strict=True):
             assert call.response.token_ids.tolist() == step.response_ids.tolist()
-            assert (call.parent.index if call.parent else None) == (step.extends.step if step.extends else None)
             if call.parent is not None:
+                assert step.extends is not None and step.extends.step == call.parent.index
                 assert call.parent.delivered, "a client can only continue what it got"
                 before = call.parent.token_ids()
                 assert np.array_equal(call.token_ids()[: len(before)], before)
