@@ -22,6 +22,7 @@ from service.errors import RunFailed
 from service.files import lock_folder
 from service.handoff.batches.batch import batch_of_rank
 from service.handoff.buffer import Buffer
+from service.handoff.buffer_settings import SYNC_SECONDS
 from service.handoff.claims import WaitingClaims
 from service.handoff.journal.journal import Journal
 from service.handoff.leases import BatchJob
@@ -86,6 +87,8 @@ is on disk."""
 
 class BufferActor(Supervised):
     """The buffer of a run, as an asyncio actor; Ray may deliver its calls late and in any order."""
+
+    _sync_seconds = SYNC_SECONDS
 
     def __init__(
         self,
@@ -333,7 +336,7 @@ class BufferActor(Supervised):
         while True:
             await self._queued.wait()
             self._queued.clear()
-            next_sync = time.monotonic() + self._config.buffer.sync_interval
+            next_sync = time.monotonic() + self._sync_seconds
             began = time.monotonic()
             await asyncio.to_thread(self._journal.sync)
             self._telemetry.synced(began)

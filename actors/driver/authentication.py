@@ -10,42 +10,21 @@ from pathlib import Path
 from service.errors import UserError
 from service.files import create_private
 
-HERE = ("", "local", "auto", "localhost", "127.0.0.1", "::1")
-"""Hosts in RAY_ADDRESS that mean this machine."""
 
-
-def refuse_open_ray(environment: Mapping[str, str], insecure_local: bool) -> None:
+def refuse_open_ray(environment: Mapping[str, str]) -> None:
     """Refuse to run without authentication.
 
     Ray's processes listen on all interfaces; without the token, anybody who reaches them can run code as this user.
 
     Raises:
-        UserError: authentication is off, unless run.insecure_local is set and Ray is on this machine.
+        UserError: authentication is off.
     """
     mode = environment.get("RAY_AUTH_MODE", "token")
-    if mode.lower() == "token":
-        return
-    if not insecure_local:
+    if mode.lower() != "token":
         raise UserError(
-            f"RAY_AUTH_MODE={mode}: without a token, anybody who reaches this machine's ports "
-            "can run code on it; unset it, or set run.insecure_local=true on a machine that nobody else reaches"
+            f"RAY_AUTH_MODE={mode}: without a token, anybody who reaches the ports of Ray can run code there; unset "
+            "it, or set it to token"
         )
-    address = environment.get("RAY_ADDRESS", "")
-    if _host(address) not in HERE:
-        raise UserError(
-            f"run.insecure_local: RAY_ADDRESS={address} is not this machine, and RAY_AUTH_MODE={mode} lets anybody "
-            "in the network run code there; set RAY_AUTH_MODE=token"
-        )
-
-
-def _host(address: str) -> str:
-    """Return the host in a RAY_ADDRESS.
-
-    >>> [_host(address) for address in ("ray://head:10001", "127.0.0.1:6379", "[::1]:6379", "local")]
-    ['head', '127.0.0.1', '::1', 'local']
-    """
-    rest = address.rpartition("//")[2]
-    return rest[1 : rest.index("]")] if rest.startswith("[") and "]" in rest else rest.partition(":")[0]
 
 
 def keep_token_private(environment: Mapping[str, str], home: Path) -> None:

@@ -52,7 +52,7 @@ def prepared_evaluation(config: Config, target: EvalTarget, say: Callable[[str],
     Raises:
         UserError: the model or a set is missing or malformed.
     """
-    refuse_open_ray(os.environ, config.run.insecure_local)
+    refuse_open_ray(os.environ)
     keep_token_private(os.environ, Path.home())
     config = with_absolute_paths(beside_a_run(config))
     with exit_on_stop_signals(), tempfile.TemporaryDirectory(prefix="baton-eval-") as temporary:

@@ -21,6 +21,9 @@ from service.run.records.trajectories import describe_ends
 from service.run.records.writer import RunWriter
 from service.types import PolicyVersion
 
+MAX_BAD_STEPS = 10
+"""Number of successive optimizer steps that were not applied, after which the run fails."""
+
 
 class RunObserver:
     """Is told what the driver's loop does, and records and reports it; it changes nothing in the run, but ends a run
@@ -88,12 +91,12 @@ class RunObserver:
         """A step was not applied.
 
         Raises:
-            RunFailed: this happened `trainer.max_bad_steps` times in a row.
+            RunFailed: this happened `MAX_BAD_STEPS` times in a row.
         """
         self._bad_steps += 1
         self.telemetry.aborted()
         self._say(f"step {step} was not applied: {reason}")
-        if self._bad_steps >= self._config.trainer.max_bad_steps:
+        if self._bad_steps >= MAX_BAD_STEPS:
             ends = describe_ends(batch.trajectories)
             raise RunFailed(
                 f"{self._bad_steps} optimizer steps in a row were not applied; the last one: {reason}"

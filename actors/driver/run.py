@@ -73,7 +73,7 @@ def run(
     check(config)
     if IN_RAY_JOB not in os.environ:  # the next part of a job has another copy of its folder
         config = with_absolute_paths(config)  # also in the folder's config.yaml, so that the run resumes from anywhere
-    refuse_open_ray(os.environ, config.run.insecure_local)
+    refuse_open_ray(os.environ)
     keep_token_private(os.environ, Path.home())
     path = resume or new_run_folder(runs_folder(config.run.dir), config.run.name)
     folder = RunWriter(path, has_begun=resume is None)
@@ -127,7 +127,7 @@ def _run(
             uploads = None
             if (url := config.run.store) is not None:
                 step = None if manifest is None else manifest.step
-                uploads = begin_uploads(url, folder.path, step, kept, config.run.store_deadline, say)
+                uploads = begin_uploads(url, folder.path, step, kept, say)
         except UserError:
             if manifest is None:
                 shutil.rmtree(folder.path)

@@ -50,7 +50,7 @@ def sft(config: Config, model: Path, train: Rows, held_out: Held) -> int:
         UserError: Ray has no authentication, a file or folder cannot be written, or a node cannot take part.
         RunFailed: a rank failed.
     """
-    refuse_open_ray(os.environ, config.run.insecure_local)
+    refuse_open_ray(os.environ)
     keep_token_private(os.environ, Path.home())
     path = new_run_folder(runs_folder(config.run.dir), config.run.name)
     folder = RunWriter(path)

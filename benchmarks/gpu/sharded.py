@@ -33,7 +33,7 @@ def measure(device: str, give: Give) -> None:
             used, limits = counted.utilisation(plain), UTILISATION["Qwen3-1.7B"]
             give(line(f"{name}: utilisation", used, "of peak", limits, steps.note))
         counters.clear()
-        with trained(there, shape, same, shard_one_rank=True, reshard_after_forward=True) as steps:
+        with trained(there, shape, same, sharded=True, reshard_after_forward=True) as steps:
             sharded, note = steps.seconds, steps.note
             graphs = counters["stats"]["unique_graphs"]
         give(line(f"{name}: sharded over unsharded", sharded / plain, "", sharded_over_unsharded(counted, plain)))

@@ -99,9 +99,14 @@ class Trained:
 
 @contextmanager
 def trained(
-    device: torch.device, shape: dict[str, Any], checkpointing: Checkpointing | None = None, **trainer: Any
+    device: torch.device,
+    shape: dict[str, Any],
+    checkpointing: Checkpointing | None = None,
+    sharded: bool = False,
+    **trainer: Any,
 ) -> Iterator[Trained]:
-    """Take the steps, with this checkpointing or with what `auto` chooses on this GPU; frees the memory afterwards."""
+    """Take the steps, with this checkpointing or with what `auto` chooses on this GPU; frees the memory afterwards.
+    `sharded`: shard the policy over a mesh of one rank."""
     settings = configured(ROW_TOKENS[device.type], TOKENS[device.type], **trainer)
     learn = settings.learn
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as ranks have it
@@ -114,10 +119,12 @@ def trained(
             if checkpointing is None:
                 found = fit(settings, folder, float(gpu_bytes))
                 checkpointing, estimated = found.checkpointing, found.rank_bytes
-            if learn.trainer.sharded:
+            if sharded:
                 store = dist.HashStore()
                 dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
-            policy = Policy(learn, folder, device, 0, 1, random_weights=True, checkpointing=checkpointing)
+            policy = Policy(
+                learn, folder, device, 0, 1, random_weights=True, checkpointing=checkpointing, sharded=sharded
+            )
             learner = Learner(learn, folder, device, 0, 1, policy)
         batch = full_mini_batch(learn.trainer, shape["vocab_size"], ROW_TOKENS[device.type])
         seconds = [step_seconds(learner, batch) for _ in range(2)]

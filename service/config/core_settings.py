@@ -121,7 +121,7 @@ def curriculum_settings(config: Config) -> CurriculumSettings | None:
     """The settings of the curriculum, which skips prompts; None without a curriculum."""
     if (curriculum := config.data.curriculum) is None:
         return None
-    return CurriculumSettings(curriculum.band, curriculum.outside, curriculum.min_groups)
+    return CurriculumSettings(curriculum.band, curriculum.outside)
 
 
 def worst_bytes(config: Config, expert_bytes: int = 0) -> WorstBytes:

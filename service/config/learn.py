@@ -148,8 +148,6 @@ class TrainerConfig(Section):
     """true: free the gathered weights of layers after the forward pass and gather them again for the backward pass,
     which sends more bytes and takes less memory. auto: keep the gathered weights if at least 15 % of the GPU's memory
     stays free in the trial of the largest micro-batch, else free them."""
-    shard_one_rank: bool = False
-    """Shard even if there is only one rank, so that sharded training can be measured on one GPU."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory."""
     compile: bool | None = None
@@ -163,9 +161,6 @@ class TrainerConfig(Section):
     start_deadline: Seconds = 600.0
     """Seconds in which the ranks must start: load the model, compile its layers and try the largest micro-batch. Until
     then it is also the deadline of each collective."""
-    max_bad_steps: Positive = 10
-    """Number of successive skipped optimizer steps, for example because the loss is not finite, after which the run
-    fails."""
     accelerator: str | None = None
     """Ray's accelerator type of the nodes for the ranks, such as H100."""
     profile_steps: Annotated[int, Field(ge=0, le=20)] = 0
@@ -176,7 +171,7 @@ class TrainerConfig(Section):
     @property
     def sharded(self) -> bool:
         """True if the ranks form a process group and shard the policy."""
-        return self.ranks > 1 or self.shard_one_rank
+        return self.ranks > 1
 
     @property
     def keeps_gathered(self) -> bool:

@@ -51,8 +51,6 @@ class CurriculumConfig(Section):
     """Lowest and highest fraction of successes with which a prompt is issued in every epoch."""
     outside: Fraction = 0.1
     """Fraction of the epochs in which a prompt outside of the band is issued; 0: only if every prompt is outside."""
-    min_groups: Positive = 1
-    """Number of groups of a prompt after which it may be skipped; until then, the prompt is issued in every epoch."""
     success_above: float = 0.0
     """A trajectory succeeds if its return is above this number."""
 
@@ -128,9 +126,6 @@ class EnvConfig(CommandConfig):
     max_processes: Count = 256
     """Maximum number of child processes of one generator at the same time; further episodes wait until a process is
     free."""
-    max_observation_characters: Positive = 1 << 20
-    """Maximum characters of one observation, over all texts and names of its messages; if an observation is longer, the
-    trajectory fails."""
 
 
 FailureName = Annotated[str, BeforeValidator(str), Field(pattern=FAILURE, max_length=80)]
@@ -271,13 +266,11 @@ class ScorerConfig(Section):
     use: str | None = None
     """A function, or a class with a method `score` (for a teacher: `logprobs`), as `your.module:name`."""
     url: Annotated[str, Field(pattern=URL)] | None = None
-    """For a teacher: address of a completions endpoint of vLLM."""
+    """For a teacher: address of a completions endpoint of vLLM, which serves the teacher's model only."""
     model: ModelFolder | None = None
     """For a teacher: the Hugging Face folder of its model, which an engine of this run serves."""
     tokenizer: Annotated[UserPath, Named("tokenizer", "folder", "give a Hugging Face folder")] | None = None
     """For a teacher at `url`: the Hugging Face folder of its tokenizer, which must be the policy's tokenizer."""
-    served_model: str = ""
-    """For a teacher at `url`: the name of its model there."""
     key_file: KeyFile | None = None
     """File with the key that is sent to `url` as `Authorization: Bearer`."""
     options: dict[str, str | int | float | bool] = {}

@@ -86,8 +86,6 @@ class RunConfig(Section):
     keep_best: Annotated[str, Field(pattern=SCORE)] | None = None
     """Score of an evaluation set, such as `eval/made/avg_score`; the weights with the highest score are kept in `best/`
     of the run's folder. None: no best weights are kept."""
-    insecure_local: bool = False
-    """Allow a Ray cluster without authentication. Use this only on a machine that nobody else can reach."""
     stop_grace: Seconds = 600.0
     """Seconds from a stop signal until the run is ended by force. In this time the run finishes its optimizer step and
     writes the final weights."""
@@ -96,9 +94,6 @@ class RunConfig(Section):
     store: str | None = None
     """Address of an object store, such as `s3://bucket/run`, to which checkpoints and the final weights are uploaded;
     needs the package obstore. Credentials are read from environment variables."""
-    store_deadline: Seconds = 600.0
-    """Seconds for which a request to the object store that fails is repeated. Then the checkpoint is given up, and the
-    next one is uploaded."""
 
 
 class MakeModelConfig(Section):
@@ -177,8 +172,6 @@ class BufferConfig(Section):
     trajectory would exceed its part is refused."""
     max_journal_bytes: Positive = 64 << 30
     """Maximum bytes of the buffer's journal on disk."""
-    sync_interval: Seconds = 0.005
-    """Minimum seconds between two syncs of the journal."""
     merge: MergeMode = "linear"
     """Which steps share a row. `off`: each step has its own row; `linear`: a step shares the row of the previous step
     if it continues that step; `tree`: a step shares the row of any earlier step that it continues."""
@@ -198,15 +191,12 @@ class PlacementConfig(Section):
 
 
 class WandbConfig(Section):
-    """Logging to Weights & Biases, in addition to `metrics.jsonl` and TensorBoard; needs the package wandb."""
+    """Logging to Weights & Biases, in addition to `metrics.jsonl` and TensorBoard; needs the package wandb.
+
+    Its environment variables apply, such as WANDB_MODE, WANDB_RUN_GROUP and WANDB_TAGS.
+    """
 
     project: str = "baton"
-    offline: bool | None = None
-    """Write only to the run's folder; `wandb sync` can upload the data later. None: only if neither WANDB_API_KEY nor
-    `wandb login` gives a key."""
-    group: str | None = None
-    """Name of a group of runs that are shown together, such as the seeds of one experiment."""
-    tags: list[str] = []
     table_every: NotNegative = 10
     """Optimizer steps from one table of sample trajectories with their texts to the next; 0: no tables."""
 

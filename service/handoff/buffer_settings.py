@@ -17,6 +17,9 @@ from service.handoff.prompt_order import CurriculumSettings
 from service.handoff.scoring import ScorerSettings
 from service.handoff.steps.values import ROLES, Limits
 
+SYNC_SECONDS = 0.005
+"""Minimum seconds between two syncs of the journal."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferSettings:

@@ -80,8 +80,6 @@ class CurriculumSettings(NamedTuple):
     """Lowest and highest success (fraction of trajectories) with which a prompt is issued in every epoch."""
     outside: float
     """Fraction of the epochs in which a prompt outside the band is issued."""
-    min_groups: int
-    """Number of complete groups that a prompt needs before its success is compared with the band."""
 
 
 class Curriculum:
@@ -129,5 +127,5 @@ class Curriculum:
         for row in self._ledger.tried:
             tried = self._ledger.state.successes[row]
             kind = "below" if tried.success < low else "above" if tried.success > high else "inside"
-            self._kind_P[row] = KINDS.index("untried" if tried.groups < settings.min_groups else kind)
+            self._kind_P[row] = KINDS.index(kind)
         self._ledger.tried.clear()

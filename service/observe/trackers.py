@@ -100,7 +100,6 @@ class Wandb:
         # Imported here: the package is optional.
         import wandb
 
-        is_offline = not _has_key() if settings.offline is None else settings.offline
         self._table: Any = wandb.Table
         try:
             self._run: Any = wandb.init(
@@ -109,16 +108,12 @@ class Wandb:
                 id=_wandb_id(folder),
                 resume="allow",
                 dir=str(folder),
-                mode="offline" if is_offline else "online",
-                group=settings.group,
-                tags=settings.tags,
+                mode=None if os.environ.get("WANDB_MODE") or _has_key() else "offline",
                 config=yaml.safe_load(resolved),
             )
         except wandb.errors.Error as error:
             reason = str(error).strip().partition("\n")[0]
-            raise UserError(
-                f"metrics.wandb: {reason} (or keep it in the run folder: metrics.wandb.offline=true)"
-            ) from None
+            raise UserError(f"metrics.wandb: {reason} (or keep it in the run folder: WANDB_MODE=offline)") from None
         # A trainer that goes back to a checkpoint repeats steps, which wandb's own step counter does not allow.
         self._run.define_metric("*", step_metric="trainer/global_step")
 

@@ -11,6 +11,7 @@ from service.config.rollout import EnvConfig
 from service.rollout.environment import Agent, Environment, Task
 from service.rollout.environments.registry import environment_class, make_environment
 from service.rollout.isolation import IsolatedEnvironment, environment_processes
+from service.rollout.limits import MAX_OBSERVATION_CHARACTERS
 
 
 class AgentMaker(Protocol):
@@ -35,7 +36,7 @@ class Environments:
         self.room = Semaphore(config.max_processes) if isolated or config.name == AGENT else nullcontext()
         """Held during an episode. If episodes have their own processes, this is a semaphore, for which an episode waits
         before its deadlines start."""
-        self._processes = environment_processes(config.max_observation_characters) if isolated else None
+        self._processes = environment_processes(MAX_OBSERVATION_CHARACTERS) if isolated else None
 
     def make(self, task: Task) -> Environment | Agent:
         """Make an environment or agent for one trajectory of the task. An empty `env_class` means the configured

@@ -14,6 +14,10 @@ if TYPE_CHECKING:  # datasets are checked without importing transformers, which 
     from service.rollout.chat.chat import Chat
     from service.rollout.chat.conversation import Mode
 
+MAX_OBSERVATION_CHARACTERS = 1 << 20
+"""Maximum characters of one observation, over all texts and names of its messages; if an observation is longer, the
+trajectory fails."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlaySettings:
@@ -37,8 +41,7 @@ class AgentLimits:
     request_deadline: float
     """Time limit of one turn in the engine, in seconds."""
     sampling: Sampling
-    max_observation_characters: int = 1 << 20
-    """Maximum characters of one observation, over all texts and names of its messages."""
+    max_observation_characters: int = MAX_OBSERVATION_CHARACTERS
     conversation: Mode = "append"
     roles: Mapping[str, RoleConfig | None] = field(default_factory=lambda: {MAIN: None})
     """The roles that turns may have, with their settings; `main` has no settings."""
@@ -58,7 +61,6 @@ class AgentLimits:
             step_deadline=env.step_deadline,
             request_deadline=generator.request_deadline,
             sampling=Sampling.of(generator, chat.end_ids),
-            max_observation_characters=env.max_observation_characters,
             conversation=generator.conversation,
             roles={MAIN: None, **settings.roles},
         )

@@ -77,7 +77,7 @@ class TeacherAddress:
 
     def __init__(self, name: str, settings: ScorerConfig) -> None:
         """Raises `UserError` if the teacher's key file contains no readable key."""
-        self._url, self._model = settings.url or "", settings.served_model
+        self._url = settings.url or ""
         self._timeout = aiohttp.ClientTimeout(total=settings.deadline)
         self._headers = {"Content-Type": "application/json"} | key_header(f"scorers.{name}.key_file", settings.key_file)
 
@@ -98,7 +98,6 @@ class TeacherAddress:
 
     async def _post(self, token_ids: list[int]) -> bytes:
         question: dict[str, Any] = {"prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        question |= {"model": self._model} if self._model else {}
         most_bytes = MAX_REPLY_BYTES + LOGPROB_BYTES * len(token_ids)
         try:
             async with (

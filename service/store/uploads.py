@@ -4,7 +4,7 @@
     end of the run    ended, finish    final/ and how the run ended; waits until everything is there
 
 An open file stays readable after it is deleted, so an upload may take longer than its checkpoint is kept on the disk.
-Requests that fail are repeated for `run.store_deadline` seconds; then the checkpoint is given up, and the next one is
+Requests that fail are repeated for `REPEATED_SECONDS`; then the checkpoint is given up, and the next one is
 uploaded.
 """
 
@@ -27,6 +27,8 @@ from service.store.manifest import Damaged, StoredCheckpoint, StoredFile, manife
 from service.store.objects import Objects, open_store
 
 READ_BYTES = 8 << 20
+REPEATED_SECONDS = 600.0
+"""Seconds for which a request to the object store that fails is repeated."""
 WITH_CHECKPOINT = (names.CONFIG, names.METRICS, names.EVALUATIONS, names.DATA, names.MODEL, names.WARM_START)
 """Files and folders of the run that it needs to continue, besides the checkpoint and the journal."""
 ENDS = (names.BEST, names.FINAL, names.METRICS, names.EVALUATIONS, names.TRAJECTORIES, names.CURVE, names.SUMMARY)
@@ -46,11 +48,9 @@ class _Upload(NamedTuple):
         return "the final weights" if self.step is None else f"the checkpoint of step {self.step}"
 
 
-def begin_uploads(
-    url: str, run: Path, step: int | None, keep: int, deadline: float, say: Callable[[str], None]
-) -> Uploads:
+def begin_uploads(url: str, run: Path, step: int | None, keep: int, say: Callable[[str], None]) -> Uploads:
     """Check the store at an address. `step`: the checkpoint from which the run continues; None: it is a new run.
-    `deadline`: seconds for which a request is repeated. The other arguments are described at `Uploads`.
+    The other arguments are described at `Uploads`.
 
     Raises:
         UserError: the store cannot be read, or holds another run, or newer checkpoints of this run.
@@ -70,7 +70,7 @@ def begin_uploads(
             raise UserError(f"run.store: {url} has step {newest}, and {run} only step {step}; {again}")
     except (StoreFailed, Damaged) as error:
         raise UserError(f"run.store: {error}") from None
-    return Uploads(open_store(url, within=deadline), run, newest, keep, say)
+    return Uploads(open_store(url, within=REPEATED_SECONDS), run, newest, keep, say)
 
 
 class Uploads:

@@ -266,6 +266,8 @@ def comparable_digest(ledger: Ledger) -> str:
 class AnsweringEarly(DoomedBuffer):
     """A buffer with a bug, to see that the bug is found: it acknowledges what is not on the disk yet."""
 
+    _sync_seconds = 0.3
+
     async def _settled(self) -> None:
         self._queued.set()
 

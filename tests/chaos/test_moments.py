@@ -61,7 +61,7 @@ def test_a_run_whose_ray_is_killed_ends_by_itself_and_goes_on(
 
 
 def test_a_buffer_that_acknowledges_too_early_is_caught(staged: Stage) -> None:
-    told = settings(steps=100_000, sync_interval=0.3)
+    told = settings(steps=100_000)
     play = staged("early").tell(told, {"buffer": [("append.before_write", 12)]}, early=True).start()
     broken = play.folder / "broken.txt"
     play.until(broken.exists)

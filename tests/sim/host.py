@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from service.handoff.buffer import Buffer
+from service.handoff.buffer_settings import SYNC_SECONDS
 from service.handoff.claims import WaitingClaims
 from service.handoff.journal.journal import Journal
 from service.handoff.verbs import Claim, ClaimAnswer, Wait
@@ -148,7 +149,7 @@ class Host(Process):
         if not self.passes("before_sync"):
             return
         self._unsynced.append((self.journal.position, reply, answer))
-        self._sync_in(self.settings.sync_interval)
+        self._sync_in(SYNC_SECONDS)
 
     def _sync_in(self, seconds: float) -> None:
         if not self._sync_is_due:

@@ -40,8 +40,6 @@ class SimulationSettings:
 
     buffer: BufferSettings
     scorers: Mapping[str, ScorerConfig]
-    sync_interval: float
-    """Minimum seconds between two syncs of the journal."""
     concurrent_groups: int
     """Groups that all generators play at once."""
     sync_every: int
@@ -56,7 +54,6 @@ class SimulationSettings:
         return SimulationSettings(
             buffer_settings(config, VOCABULARY),
             config.scorers,
-            config.buffer.sync_interval,
             config.generator.concurrent_groups,
             config.weights.sync_every,
             config.trainer.checkpoint_every,

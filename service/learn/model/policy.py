@@ -63,10 +63,11 @@ class Policy:
         random_weights: bool = False,
         nodes: Sequence[str] | None = None,
         checkpointing: Checkpointing | None = None,
+        sharded: bool = False,
     ) -> None:
         """`random_weights`: fill the weights with random numbers instead of reading them; `nodes`: the node of each
         rank, None if all ranks are on one node; `checkpointing`: replaces the trainer's settings of gradient
-        checkpointing."""
+        checkpointing; `sharded`: shard also if there is only one rank."""
         self.device = device
         self.rank = rank
         self.world_size = world_size
@@ -75,7 +76,7 @@ class Policy:
         self._folder = folder
         self.lora = settings.model.lora
         trainer = settings.trainer
-        self.sharded = world_size > 1 or trainer.shard_one_rank
+        self.sharded = world_size > 1 or sharded
         copies = [list(range(world_size))] if nodes is None or trainer.shard_within == "all" else ranks_by_node(nodes)
         self.n_copies, self.n_shards = len(copies), len(copies[0])
         """Number of complete copies of the policy among the ranks, and number of shards of each copy."""

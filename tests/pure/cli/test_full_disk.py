@@ -82,7 +82,7 @@ def test_a_disk_that_is_full_when_a_part_of_a_run_writes_is_named_in_one_line(
 
     of, name = WRITERS[writer]
     monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
-    monkeypatch.setattr(running, "refuse_open_ray", lambda environment, insecure: None)
+    monkeypatch.setattr(running, "refuse_open_ray", lambda environment: None)
     monkeypatch.setattr(running, "_run_on_ray", run)
     monkeypatch.setattr(of, name, filling(disk, getattr(of, name)))
     settings = ["model.warm_start=null", f"run.max_steps={STEP}", "metrics.port=0", f"run.dir={disk / 'runs'}"]

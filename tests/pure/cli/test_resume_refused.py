@@ -79,7 +79,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) 
     monkeypatch.chdir(tmp_path / "start")
     write_rows(Path("rows.jsonl"), rows(seed=1))
     monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
-    monkeypatch.setattr(running, "refuse_open_ray", lambda environment, insecure: None)
+    monkeypatch.setattr(running, "refuse_open_ray", lambda environment: None)
     settings = ["data.train=rows.jsonl", "data.make_rows=null", "model.warm_start=null", f"run.max_steps={STEP}", *more]
     with monkeypatch.context() as patched:
         patched.setattr(running, "_run_on_ray", trained)

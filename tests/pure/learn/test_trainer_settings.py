@@ -15,6 +15,7 @@ from service.config.learn import TrainerConfig
 from service.errors import UserError
 from service.learn.learner import Learner
 from service.learn.model import logprob
+from service.learn.model.policy import Policy
 from service.learn.optimizer import learning_rate
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 from tests.pure.learn.ranks import Ranks
@@ -29,8 +30,12 @@ def test_schedules_fall_from_the_warm_up_to_the_share_at_the_end(schedule: str, 
     assert rates == pytest.approx([0.2, 2.0, 2.0, 2.0 * halfway, 2.0 * end, 2.0 * end])
 
 
-def losses(rank: int, world_size: int, folder: Path, trainer: dict[str, Any], dtype: str) -> list[float]:
-    learner = Learner(settings(trainer=trainer, dtype=dtype), folder, CPU, rank, world_size)
+def losses(
+    rank: int, world_size: int, folder: Path, trainer: dict[str, Any], dtype: str, sharded: bool = False
+) -> list[float]:
+    config = settings(trainer=trainer, dtype=dtype)
+    policy = Policy(config, folder, CPU, rank, world_size, sharded=sharded)
+    learner = Learner(config, folder, CPU, rank, world_size, policy)
     rows = made_rows(6, seed=80)
     batch = mini_batch([[[row for row in rows if row.trajectory % world_size == r]] for r in range(world_size)], 6)
     found = [learner.step(batch).metrics["policy/policy_loss"] for _ in range(3)]
@@ -69,14 +74,13 @@ def test_one_rank_shards_on_request_and_takes_the_same_steps(
     model_folder: Path, ranks: Ranks, trainer: dict[str, Any]
 ) -> None:
     plain = losses(0, 1, model_folder, {}, "float64")
-    of_one = trainer | {"ranks": 1, "shard_one_rank": True}
-    assert ranks(1, losses, model_folder, of_one, "float64") == [pytest.approx(plain, abs=1e-9)]
-    (in_bfloat16,) = ranks(1, is_sharded, model_folder, of_one)
+    assert ranks(1, losses, model_folder, trainer, "float64", True) == [pytest.approx(plain, abs=1e-9)]
+    (in_bfloat16,) = ranks(1, is_sharded, model_folder, trainer)
     assert in_bfloat16 == [torch.float32] * 2
 
 
 def is_sharded(rank: int, world_size: int, folder: Path, trainer: dict[str, Any]) -> list[torch.dtype]:
-    policy = Learner(settings(trainer=trainer, dtype="bfloat16"), folder, CPU, rank, world_size).policy
+    policy = Policy(settings(trainer=trainer, dtype="bfloat16"), folder, CPU, rank, world_size, sharded=True)
     assert all(isinstance(parameter, DTensor) for parameter in policy.model.parameters())
     (master, *_), (parameter, *_) = policy.master_weights.tensors.values(), policy.master_weights.parameters.values()
     assert master.data_ptr() == parameter.to_local().data_ptr()

@@ -181,7 +181,7 @@ def test_wandb_knows_a_resumed_run_and_takes_one_of_its_name_elsewhere_for_anoth
 
 
 @pytest.mark.parametrize("where", ["environment", "netrc", "nowhere", "switched off"])
-def test_wandb_is_online_where_there_is_a_key_and_gets_group_tags_and_texts(
+def test_wandb_is_online_where_there_is_a_key_and_gets_texts(
     where: str, made_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = MagicMock()
@@ -193,9 +193,11 @@ def test_wandb_is_online_where_there_is_a_key_and_gets_group_tags_and_texts(
         (tmp_path / "netrc").write_text("machine api.wandb.ai login user password made-up\n")
     elif where != "nowhere":
         monkeypatch.setenv("WANDB_API_KEY", "made-up")
-    offline = True if where == "switched off" else None
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if where == "switched off":
+        monkeypatch.setenv("WANDB_MODE", "disabled")
     folder = RunWriter(tmp_path / "r")
-    folder.begin("", WandbConfig(offline=offline, group="seeds", tags=["small"], table_every=2), made_model)
+    folder.begin("", WandbConfig(table_every=2), made_model)
     words = Tokenizer.from_file(str(made_model / "tokenizer.json"))
     turn = {"prompt_ids": words.encode("look", add_special_tokens=False).ids, "response_ids": [5]}
     record = {"id": "group=1/sample=0/attempt=0", "fate": "trained", "return": 1.0, "advantage": 0.5}
@@ -205,8 +207,7 @@ def test_wandb_is_online_where_there_is_a_key_and_gets_group_tags_and_texts(
         folder.log_step(step(number))
     folder.close()
     (began,) = wandb.init.call_args_list
-    assert began.kwargs["mode"] == ("online" if where in ("environment", "netrc") else "offline")
-    assert (began.kwargs["group"], began.kwargs["tags"]) == ("seeds", ["small"])
+    assert began.kwargs["mode"] == ("offline" if where == "nowhere" else None)  # None: as wandb's variables say
     first, second = (call.args[0] for call in wandb.init.return_value.log.call_args_list)
     assert "trajectories" not in first and second["trajectories"] is wandb.Table.return_value
     ((row,),) = [call.kwargs["data"] for call in wandb.Table.call_args_list]
@@ -215,10 +216,10 @@ def test_wandb_is_online_where_there_is_a_key_and_gets_group_tags_and_texts(
 
 def test_a_wandb_that_wants_a_key_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is optional and not installed")
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = RunWriter(tmp_path / "r")
-    folder.begin("", WandbConfig(project="p", offline=False))
-    with pytest.raises(UserError, match=r"^metrics\.wandb: No API key .*metrics\.wandb\.offline=true\)$"):
+    folder.begin("", WandbConfig(project="p"))
+    with pytest.raises(UserError, match=r"^metrics\.wandb: No API key .*WANDB_MODE=offline\)$"):
         folder.log_step({"trainer/global_step": 1})

@@ -204,7 +204,7 @@ def test_an_endpoint_with_prompt_log_probabilities_is_a_teacher(tmp_path: Path) 
         return web.json_response({"choices": [{"text": "", "prompt_logprobs": found}]})
 
     (tmp_path / "key").write_text("secret\n")
-    settings = {"tokenizer": tmp_path, "served_model": "big", "key_file": tmp_path / "key"}
+    settings = {"tokenizer": tmp_path, "key_file": tmp_path / "key"}
     made = [answered_by(tmp_path, completions, **settings), answered(tmp_path, kind="teacher", use=f"{MINE}:Teacher")]
     assert all(answer.logprobs is not None and len(answer.logprobs) == 8 for answer in made)
     assert made[0].logprobs.tolist() == made[1].logprobs.tolist() == [-3 / 8, -4 / 8, -8 / 8, -9 / 8] * 2  # type: ignore[union-attr]

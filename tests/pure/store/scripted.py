@@ -35,7 +35,7 @@ SEGMENT_BYTES = 1 << 12
 
 def settings(runs: Path, **run: object) -> Config:
     return config(
-        run={"dir": str(runs), "name": "scripted", "store": "s3://bucket/run", "store_deadline": 0.05, **run},
+        run={"dir": str(runs), "name": "scripted", "store": "s3://bucket/run", **run},
         trainer={"checkpoint_every": EVERY, "keep_checkpoints": 2},
         buffer={"lookahead": 0, "max_staleness": 0},
         model={"path": "policy"},
@@ -49,7 +49,7 @@ def begun_uploads(
     """The uploads of a run to a store, which is opened already."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(uploading, "open_store", lambda url, **how: objects)
-        return begin_uploads(objects.url, folder, step, of.trainer.keep_checkpoints, of.run.store_deadline, say)
+        return begin_uploads(objects.url, folder, step, of.trainer.keep_checkpoints, say)
 
 
 class ScriptedRun:

@@ -68,7 +68,7 @@ def test_a_run_goes_on_from_s3_on_an_empty_disk_and_nothing_of_it_holds_a_creden
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(fetch, "open_store", lambda url: open_store(url, within=300))
         first, second = tmp_path / "first", tmp_path / "second"
-        killed = ScriptedRun(first / "scripted", settings(first, store_deadline=300), open_store(url, within=300))
+        killed = ScriptedRun(first / "scripted", settings(first), open_store(url, within=300))
         killed.train(5)
         until(lambda: killed.uploads.status.step == 4, 120, lambda: killed.said)
         config = load([fetch.from_store(url, lambda file: load([file], [f"run.dir={second}"]).config) / CONFIG]).config
@@ -126,7 +126,7 @@ def test_a_folder_serves_as_a_store_too(tmp_path: Path) -> None:
         open_store(f"file://{tmp_path}/store")
     assert not (tmp_path / "store").exists(), "who only reads makes no folder"
     run = ScriptedRun(tmp_path / "scripted", settings(tmp_path), None)
-    run.uploading = uploading.begin_uploads(f"file://{tmp_path}/store", run.folder, None, 2, 1.0, print)
+    run.uploading = uploading.begin_uploads(f"file://{tmp_path}/store", run.folder, None, 2, print)
     run.train(2)
     run.end()
     assert (tmp_path / "store" / "step_2" / "manifest.json").exists()
