@@ -27,14 +27,21 @@ import numpy as np
 import torch
 
 from service.config.learn import TrainerConfig
-from service.config.tree import Config, MakeModelConfig, ModelConfig
+from service.config.tree import Config, ModelConfig
 from service.learn.device_batch import unsampled_micro_batch
 from service.learn.learner import Learner
 from service.learn.model.tiny_model import make_model
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch, SupervisedRow
 
-SHAPE = MakeModelConfig(hidden_size=256, intermediate_size=768, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=32)
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
 VOCABULARY = 8192
 ROWS, ROWS_A_MICRO_BATCH, LONGEST = 16, 8, 3000
 

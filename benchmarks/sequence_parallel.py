@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,22 +29,34 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.learn import made_row, micro_batch_of, mini_batch_of
 from service.config.learn import TrainerConfig
-from service.config.tree import Config, MakeModelConfig, ModelConfig
+from service.config.tree import Config, ModelConfig
 from service.learn.learner import Learner
 from service.learn.model.tiny_model import make_model
 from service.learn.settings import LearnSettings
 from service.types import MiniBatch
 
 VOCABULARY = 512
-SHAPE = MakeModelConfig(hidden_size=128, intermediate_size=384, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=16)
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
 ROWS = (6000, 1500, 692)
 GROUPS = (1, 2, 4)
 LEAST = {1: 1.0, 2: 1.7, 4: 2.5}
 """Ranks of a group -> the factor by which each must at least need less memory than one rank alone."""
 
-LONG_SHAPE = MakeModelConfig(
-    hidden_size=32, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-)
+LONG_SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 LONG_ROW, LONG_GROUP = 131_072, 4
 LIMIT = 800 << 20
 """Bytes that a process of the second part may allocate for the step."""
@@ -122,9 +134,9 @@ def one_rank(part: str, folder: str, meeting: str, ranks: int, rank: int) -> Non
     print(json.dumps(train(Path(folder), rank, ranks, lengths, limit)))
 
 
-def made(shape: MakeModelConfig, parent: str) -> Path:
+def made(shape: Mapping[str, int], parent: str) -> Path:
     """Write a model of this shape with random weights; returns its folder."""
-    folder = Path(parent) / f"model_{shape.hidden_size}"
+    folder = Path(parent) / f"model_{shape['hidden_size']}"
     make_model(folder, shape, VOCABULARY, eos_token_id=2, pad_token_id=0, seed=0)
     return folder
 

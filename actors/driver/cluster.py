@@ -95,7 +95,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunS
     )
     env, scored = engine_env(config.generator), (prepared.model_folder, prepared.tasks_file)
     scorers = place_scorers(config.scorers, config_json, *scored, env, has_gpu=bool(gpus))
-    starting = {"the scorers": partial(all_up, scorers.values(), config.scorers)} if scorers else {}
+    starting = {"the scorers": partial(all_up, scorers.values(), config.generator.start_deadline)} if scorers else {}
     buffer = (
         ray.remote(BufferActor)
         .options(name=BUFFER, **buffer_options(config))

@@ -94,9 +94,8 @@ def place_scorers(
     }
 
 
-async def all_up(actors: Iterable[Any], settings: Mapping[str, ScorerConfig]) -> None:
-    """Wait until every actor is ready; raises the error of an actor that cannot start, which ends the run before its
-    first step."""
-    within = max((each.start_deadline for each in settings.values()), default=0.0)
+async def all_up(actors: Iterable[Any], within: float) -> None:
+    """Wait until every actor is ready, for at most `within` seconds; raises the error of an actor that cannot start,
+    which ends the run before its first step."""
     ready = (partial(call, actor.ready, who="a scorer", within=within) for actor in actors)
     await asyncio.gather(*(started(each, within) for each in ready))

@@ -16,15 +16,19 @@ from benchmarks.gpu import suite
 from benchmarks.gpu.figures import Figures, Range, line
 from benchmarks.gpu.parts import Give
 from benchmarks.gpu.small_engine import INPUT_TOKENS, OUTPUT_TOKENS, SMALL, VOCABULARY, sampled, settings, write_model
-from service.config.tree import MakeModelConfig
 from service.learn.model.policy import Policy
 from service.learn.settings import LearnSettings
 from service.rollout.engine import Sampling
 
 SHAPES = {
-    "cuda": MakeModelConfig(
-        hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128
-    ),
+    "cuda": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
     "cpu": SMALL,
 }
 TURNS = {"cuda": 64, "cpu": 4}

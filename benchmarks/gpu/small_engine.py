@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
@@ -15,13 +15,20 @@ from actors.engine.vllm_arguments import engine_env
 from actors.engine.vllm_engine import VllmEngine
 from service.config.learn import AlgorithmConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
-from service.config.tree import Config, MakeModelConfig, ModelConfig
+from service.config.tree import Config, ModelConfig
 from service.learn.model.tiny_model import make_model
 from service.rollout.engine import Sampling
 from service.types import Float64s, Int32s, MicroBatch, PolicyVersion
 
 VOCABULARY = 32768
-SMALL = MakeModelConfig(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32)
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 INPUT_TOKENS, OUTPUT_TOKENS = 512, 256
 
 
@@ -42,7 +49,7 @@ def settings(dtype: Literal["bfloat16", "float32"]) -> Config:
     )
 
 
-def write_model(folder: Path, shape: MakeModelConfig) -> Path:
+def write_model(folder: Path, shape: Mapping[str, int]) -> Path:
     """A Hugging Face folder with random weights; no token ends a turn."""
     make_model(folder, shape, VOCABULARY, eos_token_id=VOCABULARY - 1, pad_token_id=0, seed=0)
     return folder

@@ -70,11 +70,6 @@ def _model(config: Config) -> Iterator[str]:
         yield "model.path: there is no model to train; give a Hugging Face folder, or model.make={}"
     if path is not None and make is not None:
         yield "model.path: model.make is set too, so it is open which model is meant; add model.make=null"
-    if make is not None and make.num_heads % make.num_kv_heads:
-        yield (
-            f"model.make.num_kv_heads: must divide num_heads ({make.num_heads}); else query heads have no key head to "
-            "share"
-        )
     if warm_start is not None and warm_start.demonstrations < warm_start.batch_size:
         yield (
             f"model.warm_start.demonstrations: {warm_start.demonstrations} are fewer than batch_size "
@@ -377,9 +372,10 @@ def _packing(config: Config) -> Iterator[str]:
             "trainer.layout: padded rows lie on lines of their own, which trainer.sequence_parallel cannot cut; use "
             "packed, shared_prefix or auto"
         )
-    make = config.model.make
-    if make and (reason := undivided_heads(make.num_heads, make.num_kv_heads, sharing)):
-        yield f"trainer.sequence_parallel: {reason}"
+    if config.model.make is not None:
+        made = config.model.make.dimensions
+        if reason := undivided_heads(made["num_attention_heads"], made["num_key_value_heads"], sharing):
+            yield f"trainer.sequence_parallel: {reason}"
 
 
 def _weights(config: Config) -> Iterator[str]:

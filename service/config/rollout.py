@@ -226,7 +226,7 @@ class GeneratorConfig(Section):
     """Further arguments of vLLM's engines, named as in `AsyncEngineArgs`, such as `max_num_batched_tokens` or
     `pipeline_parallel_size`; docs/engine-options.md lists the arguments that are refused."""
     start_deadline: Seconds = 600.0
-    """Seconds in which an engine must start."""
+    """Seconds in which an engine or a scorer must start."""
     request_deadline: Seconds = 300.0
     """Seconds in which an engine must generate one turn."""
     silent_deadline: Seconds = 60.0
@@ -294,8 +294,6 @@ class ScorerConfig(Section):
     """CPUs that Ray reserves for each process of the scorer."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs that Ray reserves for each process of the scorer."""
-    start_deadline: Seconds = 600.0
-    """Seconds in which the scorer must start."""
 
     @property
     def n_processes(self) -> int:

@@ -44,6 +44,9 @@ _CHOICE = re.compile(rf"!?({_VALUE}|in\({_VALUE}(, ?{_VALUE})*\))")
 SHORT_ANSWER = 16
 """Number of tokens; a length limit below this number cuts off most answers of a pretrained model."""
 
+HEAD_DIM = 32
+"""Dimensions of a head of the models that runs make."""
+
 MARKET = "ray.io/market-type"
 """Ray's label for the kind of a host. A host with the value `spot` may be taken away at short notice."""
 
@@ -97,15 +100,24 @@ class RunConfig(Section):
 
 
 class MakeModelConfig(Section):
-    """The shape of a small Qwen3 model with random weights, which the run makes with a tokenizer for its
-    environment."""
+    """A small Qwen3 model with random weights, which the run makes with a tokenizer for its environment."""
 
-    hidden_size: Annotated[int, Field(gt=0, le=4096)] = 128
-    intermediate_size: Annotated[int, Field(gt=0, le=16384)] = 256
+    hidden_size: Annotated[int, Field(gt=0, le=4096, multiple_of=64)] = 128
+    """Width of the layers. Heads have 32 dimensions, and two of them share keys; MLPs are twice as wide."""
     num_layers: Annotated[int, Field(gt=0, le=64)] = 2
-    num_heads: Annotated[int, Field(gt=0, le=64)] = 4
-    num_kv_heads: Annotated[int, Field(gt=0, le=64)] = 2
-    head_dim: Annotated[int, Field(gt=0, le=256, multiple_of=2)] = 32
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """The dimensions of the model, by their names in config.json."""
+        heads = self.hidden_size // HEAD_DIM
+        return {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": 2 * self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 2,
+            "head_dim": HEAD_DIM,
+        }
 
 
 class WarmStartConfig(Section):

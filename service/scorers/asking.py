@@ -24,6 +24,9 @@ from service.types import StepGroup
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """First and longest pause, in seconds, before a scorer is asked again about a group."""
 
+START_SECONDS = 600.0
+"""Seconds in which a worker that ended must start again."""
+
 log = logging.getLogger(__name__)
 
 
@@ -112,7 +115,7 @@ class Asking:
         if not self._scoring.awaits(group_id, name):
             return
         settings, reason = self._settings[name], Failure.START
-        within = settings.start_deadline
+        within = START_SECONDS
         try:
             async with asyncio.timeout(within):
                 await worker.ready()

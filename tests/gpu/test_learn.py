@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from service.config.tree import MakeModelConfig
 from service.learn.attention_layout import Packing
 from service.learn.device_batch import DeviceBatch, DeviceSettings, expand_to_tokens, row_of_token
 from service.learn.learner import Learner
@@ -23,7 +22,14 @@ from tests.pure.learn.ranks import Ranks
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 CUDA = torch.device("cuda")
-SHAPE = MakeModelConfig(hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 
 
 @pytest.fixture(scope="module")

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from service.config.tree import MakeModelConfig
 
-
-def count_parameters(shape: MakeModelConfig, vocab_size: int) -> int:
-    """Number of parameters in the matrices of a model of this shape; the few parameters of its norms are not
-    counted."""
-    attention = 2 * shape.hidden_size * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size) + (
-        vocab_size * shape.hidden_size
-    )
+def count_parameters(dimensions: Mapping[str, int], vocab_size: int) -> int:
+    """Number of parameters in the matrices of a model; the few parameters of its norms are not counted."""
+    heads = dimensions["num_attention_heads"] + dimensions["num_key_value_heads"]
+    of_token = 2 * heads * dimensions["head_dim"] + 3 * dimensions["intermediate_size"]
+    return dimensions["hidden_size"] * (dimensions["num_hidden_layers"] * of_token + vocab_size)
 
 
 def make_model(
-    folder: Path, shape: MakeModelConfig, vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int
+    folder: Path, dimensions: Mapping[str, int], vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int
 ) -> None:
-    """Write a Qwen3 model with random weights and tied embeddings: config.json and model.safetensors."""
+    """Write a Qwen3 model with random weights and tied embeddings: config.json and model.safetensors. `dimensions`: by
+    their names in config.json, as in `MakeModelConfig.dimensions`."""
     config = Qwen3Config(
+        **dimensions,
         vocab_size=vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
         max_position_embeddings=32768,
         tie_word_embeddings=True,
         bos_token_id=None,

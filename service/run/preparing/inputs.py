@@ -207,7 +207,7 @@ def make_policy(model: ModelConfig, env: EnvConfig, seed: int, folder: Path) -> 
     synthetic = synthetic_data(env.name, env.trusted_modules, "vocabulary")
     make_tokenizer(folder, synthetic.vocabulary())
     tokenizer = load_tokenizer(folder)
-    parameters = count_parameters(model.make, len(tokenizer))
+    parameters = count_parameters(model.make.dimensions, len(tokenizer))
     needed, free = parameters * TRAINING_BYTES, psutil.virtual_memory().available
     if needed > free:
         raise UserError(
@@ -216,7 +216,7 @@ def make_policy(model: ModelConfig, env: EnvConfig, seed: int, folder: Path) -> 
         )
     make_model(
         folder,
-        model.make,
+        model.make.dimensions,
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

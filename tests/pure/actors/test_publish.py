@@ -125,7 +125,7 @@ def test_a_rank_trains_all_weights_in_the_warm_start_and_publishes_then_the_adap
     tmp_path: Path,
 ) -> None:
     lora = ["model.lora.rank=3", "model.lora.targets=[q_proj,o_proj,up_proj,down_proj]"]
-    config = load_config(["configs/quickstart.yaml"], [*lora, "trainer.ranks=1", "model.make.hidden_size=32"])
+    config = load_config(["configs/quickstart.yaml"], [*lora, "trainer.ranks=1", "model.make.hidden_size=64"])
     made = prepare(config, tmp_path / "run").model_folder
     whole = loaded(config, made, adapter=False)
     whole.export(str(tmp_path / "warm_start"))

@@ -75,7 +75,6 @@ model.path  model.path=x
 model.path  model.make=null
 data.train  data.train=x
 data.train  data.make_rows=null
-model.make.num_kv_heads  model.make.num_kv_heads=3
 trainer.ranks  trainer.ranks=129
 roles.aux  roles={aux: {}}
 roles.main  roles={main: {mode: judge}}

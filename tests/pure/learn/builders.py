@@ -12,13 +12,20 @@ import numpy as np
 import torch
 
 from service.config.learn import AlgorithmConfig, TrainerConfig
-from service.config.tree import Config, MakeModelConfig, ModelConfig
+from service.config.tree import Config, ModelConfig
 from service.learn.model.tiny_model import make_model
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch
 
 VOCABULARY = 37
-SHAPE = MakeModelConfig(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 
 
 def small_model(folder: Path, seed: int = 0) -> Path:

@@ -115,8 +115,8 @@ def refused(learner: Learner, folder: Path, reason: str) -> None:
     ("other", "reason"),
     [
         ({"vocab_size": 64}, r"model\.embed_tokens\.weight has shape \(64, 32\) there, \(37, 32\) here"),
-        ({"num_layers": 3}, r"model\.layers\.2\.\S+ has shape \(\S+\) there, none here"),
-        ({"num_layers": 1}, r"model\.layers\.1\.\S+ has shape none there"),
+        ({"num_hidden_layers": 3}, r"model\.layers\.2\.\S+ has shape \(\S+\) there, none here"),
+        ({"num_hidden_layers": 1}, r"model\.layers\.1\.\S+ has shape none there"),
         ({"intermediate_size": 64}, r"down_proj\.weight has shape \(32, 64\) there, \(32, 48\) here"),
     ],
     ids=str,
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     model_folder: Path, tmp_path: Path, other: dict[str, int], reason: str
 ) -> None:
     vocab_size = other.pop("vocab_size", VOCABULARY)
-    shape = SHAPE.model_copy(update=other)
+    shape = SHAPE | other
     make_model(tmp_path / "other", shape, vocab_size, eos_token_id=2, pad_token_id=0, seed=0)
     Learner(configured(), tmp_path / "other", CPU, 0, 1).save(tmp_path / "step_0")
     refused(Learner(configured(), model_folder, CPU, 0, 1), tmp_path / "step_0", f"of another model: .*{reason}")

@@ -107,7 +107,7 @@ def test_the_ranks_of_a_host_share_its_cores_for_compilation_unless_told_otherwi
 @pytest.fixture(scope="module")
 def layered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layered") / "policy"
-    shape = SHAPE.model_copy(update={"num_layers": LAYERS})
+    shape = SHAPE | {"num_hidden_layers": LAYERS}
     make_model(folder, shape, VOCABULARY, eos_token_id=2, pad_token_id=0, seed=0)
     return folder
 

@@ -15,7 +15,7 @@ from service.learn.supervised import SupervisedSteps
 from service.types import SupervisedRow
 from tests.pure.learn.builders import CPU, SHAPE, made_rows, mini_batch, settings
 
-LAYERS = SHAPE.num_layers
+LAYERS = SHAPE["num_hidden_layers"]
 CUDA_SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 

@@ -131,7 +131,7 @@ def test_layers_embedding_and_head_are_gathered_one_by_one_and_gradients_only_ad
     rows = reference()
     expected = outcome(settings({"kl_coef": 5.0}, dtype="float64"), folder, mini_batch([[rows]], TRAJECTORIES))
     batch = mini_batch([[rows[:2], rows[2:]], [[], []]], TRAJECTORIES)
-    layers = [f"model.layers.{number}" for number in range(SHAPE.num_layers)]
+    layers = [f"model.layers.{number}" for number in range(SHAPE["num_hidden_layers"])]
     for results in ranks(2, in_units, folder, batch):
         for name, (units, found) in results.items():
             assert units == ["", *layers] if tied else ["", "model.embed_tokens", *layers, "lm_head"], name

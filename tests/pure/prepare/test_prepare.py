@@ -142,7 +142,7 @@ def test_a_model_that_cannot_be_trained_is_one_line(
 
 
 def test_a_made_model_that_no_memory_holds_is_refused_before_it_is_made(tmp_path: Path) -> None:
-    sizes = ["model.make.hidden_size=4096", "model.make.intermediate_size=16384", "model.make.num_layers=64"]
+    sizes = ["model.make.hidden_size=4096", "model.make.num_layers=64"]
     with pytest.raises(UserError, match=r"model\.make: training \d+ parameters takes \d+ MiB, \d+ MiB are free"):
         prepare(load_config([QUICKSTART], sizes), tmp_path / "run")
     assert not (tmp_path / "run/model/model.safetensors").exists()

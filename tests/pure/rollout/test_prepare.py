@@ -17,7 +17,7 @@ TINY = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
 
 def config(*settings: str) -> Config:
-    return load([TINY], ["model.make.hidden_size=32", *settings]).config
+    return load([TINY], ["model.make.hidden_size=64", *settings]).config
 
 
 def rows(path: Path, *classes: str) -> Path:

@@ -192,7 +192,7 @@ def test_s5_the_hub_takes_a_bounded_number_of_plain_names_and_bounded_snapshots(
 def tiny_model(folder: Path) -> Path:
     make = load_config([ROOT / "configs/quickstart.yaml"], []).model.make
     assert make is not None
-    make_model(folder, make, vocab_size=16, eos_token_id=0, pad_token_id=0, seed=0)
+    make_model(folder, make.dimensions, vocab_size=16, eos_token_id=0, pad_token_id=0, seed=0)
     return folder
 
 
