@@ -67,7 +67,7 @@ class Prompts:
 
 
 KINDS = ("untried", "below", "inside", "above")
-"""The kinds of prompts: not tried often enough, or with a success below, in or above the band."""
+"""The kinds of prompts: without a complete group, or with a success below, in or above the band."""
 IN_EVERY_EPOCH = np.array([kind in ("untried", "inside") for kind in KINDS])
 STRETCH = 8192
 """Number of places that one array operation examines: it may take many places to find a prompt inside the band."""
