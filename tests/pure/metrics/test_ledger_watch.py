@@ -52,15 +52,3 @@ def test_a_ledger_that_does_not_close_is_kept(
     until(lambda: watch.scrapes >= 1, 30)
     watch.stop()
     assert watch.open[:1] == differences
-
-
-def test_a_run_that_serves_nothing_yet_is_waited_for(tmp_path: Path, serve: list[str]) -> None:
-    serve[0] = "# nothing was accepted yet\n"
-    address = (tmp_path / "address.json").read_text()
-    (tmp_path / "address.json").unlink()
-    watch = LedgerWatch(tmp_path)
-    (tmp_path / "address.json").write_text(address)
-    serve[0] = PAGE.format(open=10)
-    until(lambda: watch.scrapes >= 1, 30)
-    watch.stop()
-    assert watch.open == []

@@ -51,16 +51,6 @@ def test_the_table_follows_the_naming_rules() -> None:
         assert not {"le", "role", "ident"} & set(metric.labels), metric.name
 
 
-def test_a_snapshot_is_prometheus_text_with_the_actors_role_and_ident() -> None:
-    metrics = Metrics("buffer", "buffer", THRESHOLDS)
-    metrics.set("baton_tokens", 12, fate="trained")
-    metrics.count("baton_refused_messages_total", reason="schema")
-    metrics.count("baton_refused_messages_total", 2, reason="schema")
-    text = metrics.snapshot()
-    assert value(text, "baton_tokens", fate="trained", role="buffer", ident="buffer") == 12
-    assert value(text, "baton_refused_messages_total", reason="schema", role="buffer", ident="buffer") == 3
-
-
 def test_a_histogram_of_an_array_is_exact_and_a_value_on_a_bound_lies_below_it() -> None:
     metrics = Metrics("trainer", "t", THRESHOLDS)
     metrics.observe("baton_row_length_tokens", np.array([1, 80, 81, 5000]))
@@ -72,14 +62,6 @@ def test_a_histogram_of_an_array_is_exact_and_a_value_on_a_bound_lies_below_it()
     assert value(text, "baton_row_length_tokens_bucket", le="+Inf", **where) == 5
     assert value(text, "baton_row_length_tokens_count", **where) == 5
     assert value(text, "baton_row_length_tokens_sum", **where) == 1 + 80 + 81 + 5000 + 80
-
-
-def test_weights_count_a_value_many_times() -> None:
-    metrics = Metrics("trainer", "t", THRESHOLDS)
-    metrics.observe("baton_staleness_versions", [0, 3], weights=[10, 5])
-    text = metrics.snapshot()
-    assert value(text, "baton_staleness_versions_bucket", le="2.0", role="trainer", ident="t") == 10
-    assert value(text, "baton_staleness_versions_sum", role="trainer", ident="t") == 15
 
 
 def test_length_buckets_end_at_the_longest_row_and_hold_the_alert_threshold() -> None:
@@ -112,16 +94,6 @@ def test_what_the_table_does_not_have_cannot_be_recorded() -> None:
         metrics.set("baton_refused_messages_total", 1, reason="schema")
     with pytest.raises(ValueError, match=r"labels \('fate',\)"):
         metrics.set("baton_tokens", 1)
-
-
-def test_series_that_no_longer_exist_can_be_dropped() -> None:
-    metrics = Metrics("buffer", "b", THRESHOLDS)
-    metrics.set_all("baton_buffer_groups", "state", {"open": 3, "issued": 2})
-    metrics.set_all("baton_buffer_groups", "state", {"leased": 1, "issued": 4})
-    text = metrics.snapshot()
-    assert b'state="open"' not in text
-    for state, groups in (("issued", 4), ("leased", 1)):
-        assert value(text, "baton_buffer_groups", state=state, role="buffer", ident="b") == groups
     with pytest.raises(ValueError, match="not a gauge with labels"):
         metrics.set_all("baton_buffer_groups", "fate", {})
 

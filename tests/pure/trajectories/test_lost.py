@@ -73,14 +73,6 @@ def test_trained_groups_are_not_lost_and_a_replay_tells_nothing(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3])
-def test_no_more_are_kept_than_the_configuration_says(kept: int, tmp_path: Path) -> None:
-    world, lost = watched(tmp_path, config(algorithm={"filter_zero_variance": True}), kept)
-    for _ in range(5):
-        world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
-    assert len(lost.take()) == kept
-
-
-@pytest.mark.parametrize("kept", [0, 1, 3])
 def test_attempts_that_failed_are_kept_with_why_and_listed_alone(
     kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -229,31 +229,6 @@ def test_the_commands_read_a_run_folder(
         main(["trajectories", "list", str(tmp_path / "r"), "--last", "0"])
 
 
-BAD = "<img src=x>"
-ODD = {
-    "optimizer_step": BAD, "return": BAD, "advantage": [], "fate": None, "rows": "1", "trained_at": "x", "steps": BAD,
-    "stop_reason": 3, "loss_tokens": BAD, "reason": 4, "id": 7,
-}  # fmt: skip
-ODD_STEP = {
-    "index": BAD, "prompt_ids": [-1], "response_ids": [1 << 40], "loss_mask": [1], "versions": [[1, BAD]],
-    "logprobs": [0.0], "reward": BAD, "row": BAD, "stop_reason": {},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("action", ["list", "export-html"])
-def test_a_line_that_is_no_record_is_named(action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.yaml").touch()
-    whole = json.loads(json.dumps(records()[0]))
-    step, *steps = whole["steps"]
-    odd = [{**whole, name: value} for name, value in ODD.items()]
-    odd += [{**whole, "steps": [{**step, name: value}, *steps]} for name, value in ODD_STEP.items()]
-    for line in ("{broken}", "[]", "[" * 3000, *map(json.dumps, odd)):
-        (tmp_path / "trajectories.jsonl").write_text(f"{json.dumps(whole)}\n{line}\n")
-        assert main(["trajectories", action, str(tmp_path)]) == 2
-        (said,) = capsys.readouterr().err.splitlines()
-        assert "trajectories.jsonl" in said
-
-
 def test_showing_a_trajectory_takes_the_tokenizer_of_its_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,16 +243,6 @@ def test_showing_a_trajectory_takes_the_tokenizer_of_its_run(
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     assert main(export) == 2
     assert "no tokenizer can be read from" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["", "null", "[]", "{}", "[" * 100_000, "\udcff"])
-def test_a_damaged_file_of_trajectories_is_one_line(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.yaml").touch()
-    (tmp_path / "trajectories.jsonl").write_text(text, errors="surrogateescape")
-    assert main(["trajectories", "list", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_list_is_printed_without_what_draws_or_learns() -> None:
