@@ -72,7 +72,6 @@ class Claims:
         return self._assignment(group_id, tuple(range(state.n_samples)))
 
     def _given_before(self, claim: Claim) -> Assignment | Wait:
-        """The part of a repeated claim's first answer that its generator has not finished."""
         ledger = self._record.ledger
         group_id, attempts = ledger.state.generators[claim.generator].given[claim.request_id]
         groups = ledger.state.groups

@@ -122,7 +122,6 @@ class Curriculum:
         return dict(zip(KINDS, np.bincount(self._kind_P, minlength=len(KINDS)).tolist(), strict=True))
 
     def _catch_up(self, settings: CurriculumSettings) -> None:
-        """Update the kind of each prompt whose success has changed."""
         low, high = settings.band
         for row in self._ledger.tried:
             tried = self._ledger.state.successes[row]

@@ -1,15 +1,9 @@
 """Validation: which step groups the buffer accepts, judged by the message alone.
 
-The effect of an invalid value depends on its kind:
-
-- One token is masked and counted if it was sampled and its log-probability is not finite. The rest of the step carries
-  loss. Log-probabilities of tokens without loss are not checked.
-- The whole message is refused if it breaks a rule below, or a rule that compares it with earlier messages
-  (`ledger.accept`): the end record counts fewer steps than were sent, or two records of one step differ. The message
-  that completes a trajectory is also refused if more than max(1, 1 %) of the trajectory's sampled tokens have a
-  log-probability that is not finite, or if the digest of a reference does not match. If the message is about one
-  trajectory, that trajectory restarts (`attempts`). A reward that is not finite is never replaced by a number, because
-  the number would make the baseline of the other trajectories in the group wrong.
+A sampled token whose log-probability is not finite is masked and counted; the rest of its step carries loss. The whole
+message is refused if it breaks a rule below, or a rule that compares it with earlier messages (`ledger.accept`). If the
+message is about one trajectory, that trajectory restarts (`attempts`). A reward that is not finite is never replaced by
+a number, because the number would make the baseline of the other trajectories in the group wrong.
 
 Rules are ordered from cheap to expensive; the refusal names the first one that fails.
 """

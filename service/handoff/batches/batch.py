@@ -238,13 +238,7 @@ def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, 
 
 
 def _per_trajectory(rows: Rows, trajectory_R: Int32s, count: int) -> Int64s:
-    """Tokens that carry loss, by trajectory.
-
-    >>> from types import SimpleNamespace
-    >>> rows = SimpleNamespace(offsets_R=np.array([0, 2, 5]), loss_mask_N=np.array([False, True, False, True, True]))
-    >>> _per_trajectory(rows, np.array([0, 1], np.int32), 2).tolist()
-    [1, 2]
-    """
+    """[G] the number of tokens that carry loss in each trajectory."""
     tokens_R = [np.count_nonzero(rows.loss_mask_N[start:stop]) for start, stop in pairwise(rows.offsets_R.tolist())]
     return np.bincount(trajectory_R, tokens_R, minlength=count).astype(np.int64)
 

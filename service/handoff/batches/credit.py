@@ -177,9 +177,8 @@ def parts(played: Played, rule: Rule) -> Iterator[Part]:
 
 
 def _role_metrics(part: Part, advantage_X: Float64s, prompt_X: Int32s) -> dict[str, float]:
-    """Metrics of a role: the mean return, the turns per trajectory, and the fraction of groups in which all advantages
-    of the role are 0. Groups without turns of the role are left out, and so are trajectories without turns of a named
-    role; `main` counts every trajectory."""
+    """Metrics of a role over the groups with turns of the role: mean return, turns per trajectory, and the fraction of
+    groups in which all its advantages are 0."""
     moved_P = np.bincount(prompt_X[part.place_X], advantage_X[part.place_X] != 0)
     spoke_P = np.bincount(prompt_X[part.place_X])
     return {

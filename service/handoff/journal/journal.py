@@ -415,7 +415,7 @@ def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
 
 
 def _grown(file: File, wanted: int) -> int:
-    """Reserve up to `wanted` bytes of a new file; returns the number of reserved bytes."""
+    """The number of bytes of a new file that could be reserved, at most `wanted`."""
     size, more = 0, wanted
     while more >= PAGE_BYTES:
         if _allocated(file, size + more):

@@ -377,7 +377,6 @@ class Ledger:
     # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _finish_sample(self, sample: Sample, trajectory: Trajectory) -> None:
-        """Note that the attempt of a sample has ended or is complete."""
         self.since.pop(sample, None)
         self.unfinished_bytes -= trajectory.n_bytes
 
@@ -438,7 +437,6 @@ def attempts_of(group: Group) -> tuple[int, ...]:
 
 
 def _note_received(member: Member, sequence: int) -> None:
-    """Remember that a message was received."""
     member.received.add(sequence)
     while member.received_below in member.received:
         member.received.remove(member.received_below)

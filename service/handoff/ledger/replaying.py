@@ -82,7 +82,6 @@ def check_begun(folder: Path, opened: events.Opened) -> None:
 
 
 def _check_opening(begun: events.Opened, opened: events.Opened, folder: Path) -> None:
-    """Raise a UserError unless a run continues with its original rows and settings."""
     remedy = f"set it back, or begin a new run under another run.name ({folder} continues as it began)"
     for name in begun.settings | opened.settings:
         if (then := begun.settings.get(name)) != (now := opened.settings.get(name)):

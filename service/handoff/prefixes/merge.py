@@ -233,10 +233,9 @@ class _OpenRow:
 
 
 class _RowBuilder:
-    """The rows of one trajectory, built step by step."""
+    """The rows of one trajectory, built step by step; `counts` are the numbers of steps by outcome, updated here."""
 
     def __init__(self, steps: Steps, mode: Mode, counts: dict[str, int]) -> None:
-        """`counts`: number of steps by outcome, updated by each step."""
         self.rows: list[_OpenRow] = []
         self._steps, self._mode, self._counts = steps, mode, counts
         self._tree = StepTree()

@@ -43,9 +43,6 @@ from service.types import (
 NO_EXTENSION = Extension(-1, 0, 0)
 """The reference of a step that carries its whole prompt."""
 
-UTF8_BYTES = 4
-"""Maximum number of bytes of a character."""
-
 TURN_BOUNDS = (1, 2, 3, 4, 8, 16, 32)
 TURNS = ("1", "2", "3", "4", "5_8", "9_16", "17_32", "33_up")
 """Ranges of turn numbers, counted from 1. There are few ranges, so that each can be a label of a metric."""
@@ -77,7 +74,7 @@ def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
 
 
 def _n_said(end: TrajectoryEnd) -> int:
-    """The number of steps about which an end record has values: all steps, or 0."""
+    """All steps if the end record has values about them, else 0."""
     return max(len(end.roles), len(end.rewards))
 
 
@@ -169,7 +166,7 @@ def total_lengths(steps: Steps) -> Int64s:
 
 def long_note_bytes(steps: Steps, items: Iterable[int]) -> int:
     """Bytes of the notes of these steps, without the first `NOTE_BYTES` of each note, which `ITEM_BYTES` includes."""
-    if not any(len(note) * UTF8_BYTES > NOTE_BYTES for note in steps.notes):
+    if not any(len(note) * 4 > NOTE_BYTES for note in steps.notes):  # a character has at most 4 bytes
         return 0
     note_K = steps.note_K.tolist()
     return sum(max(len(steps.notes[note_K[k]].encode()) - NOTE_BYTES, 0) for k in items)

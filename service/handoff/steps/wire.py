@@ -156,7 +156,6 @@ def decode_mini_batch(data: bytes | memoryview) -> MiniBatch:
 
 
 def _arrays_of(table: object) -> dict[str, NDArray[Any]]:
-    """The arrays of a table, by column name, without absent columns."""
     arrays = {column.name: getattr(table, column.name) for column in columns_of(type(table)).all}
     return {name: array for name, array in arrays.items() if array is not None}
 
