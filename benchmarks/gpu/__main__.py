@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.parts import PARTS, ROOT, Part, next_part, outcome, run_part
+from benchmarks.gpu.parts import PARTS, ROOT, Part, outcome, run_part
 from benchmarks.gpu.table import markdown
 
 MINUTES = 25.0
@@ -81,23 +81,19 @@ def _minutes(text: str) -> float:
     return minutes
 
 
-def _run(waiting: list[Part], options: argparse.Namespace, slower: float, file: Path, document: dict[str, Any]) -> None:
+def _run(parts: list[Part], options: argparse.Namespace, slower: float, file: Path, document: dict[str, Any]) -> None:
     """Run the parts that fit into the minutes; the files are complete after each part."""
     logs, started = file.with_suffix(""), time.monotonic()
-    while waiting:
+    for part in parts:
         left = 60 * slower * options.minutes - (time.monotonic() - started)
-        part = next_part(waiting, left)
-        if part is None:
-            reason = f"{left / 60:.0f} of {options.minutes:g} minutes were left, and parts of more value came first"
-            results = [outcome(each, "not run", reason) for each in waiting]
-            waiting = []
-        else:
-            waiting.remove(part)
+        if part.longest <= left:
             print(f"{part.name}: at most {part.seconds:g} s; what it prints is in {logs / part.name}.log", flush=True)
-            results = [run_part(part, options.device, logs)]
-        for result in results:
-            print(f"{result['part']}: {result['state']} {result['reason']}", flush=True)
-        document["parts"] += results
+            result = run_part(part, options.device, logs)
+        else:
+            reason = f"{left / 60:.0f} of {options.minutes:g} minutes were left, and parts of more value came first"
+            result = outcome(part, "not run", reason)
+        print(f"{result['part']}: {result['state']} {result['reason']}", flush=True)
+        document["parts"].append(result)
         document["seconds"] = round(time.monotonic() - started, 1)
         _write(file, document)
 

@@ -14,7 +14,7 @@ from benchmarks.gpu import suite
 from benchmarks.gpu.expected import attention_flops, attention_rates
 from benchmarks.gpu.figures import Range, line, not_run
 from benchmarks.gpu.parts import Give
-from benchmarks.gpu.timing import seconds_of
+from benchmarks.gpu.steps import seconds_of
 from service.learn.attention_layout import Packing
 from service.learn.model import flash
 from service.learn.model.attention import packed_attention

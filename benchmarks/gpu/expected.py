@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.figures import Range
-from benchmarks.gpu.steps import MICRO_BATCHES, configured, shape_folder
+from benchmarks.gpu.steps import MICRO_BATCHES, ROW_TOKENS, TOKENS, configured, shape_folder
 from service.plan.gpu_memory import GPUS, Size
 
 H100 = GPUS["h100"]
@@ -35,9 +36,11 @@ class Step:
     parameters: int
 
     @staticmethod
-    def of(shape: dict[str, Any], parent: Path, row_tokens: int, tokens: int) -> Step:
+    def of(shape: dict[str, Any], device: str) -> Step:
         """Count the FLOPs of a micro-batch of a model of this shape; half of its tokens have logits."""
-        size = Size.of(shape_folder(shape, parent), configured(row_tokens, tokens).learn)
+        row_tokens, tokens = ROW_TOKENS[device], TOKENS[device]
+        with tempfile.TemporaryDirectory() as parent:
+            size = Size.of(shape_folder(shape, Path(parent)), configured(row_tokens, tokens).learn)
         attention = size.layers * size.query_width * row_tokens
         return Step(6.0 * tokens * (size.active - size.head / 2 + attention), size.parameters)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import torch
 
 from benchmarks.gpu.expected import EXPERTS, Step
 from benchmarks.gpu.figures import line
 from benchmarks.gpu.parts import Give
-from benchmarks.gpu.steps import QWEN3_30B_A3B, ROW_TOKENS, TOKENS, shape_on, trained
+from benchmarks.gpu.steps import QWEN3_30B_A3B, shape_on, trained
 
 LAYERS = 3
 
@@ -18,8 +15,7 @@ LAYERS = 3
 def measure(device: str, give: Give) -> None:
     """Measure the utilisation; it counts only the experts to which a token is routed."""
     there, shape = torch.device(device), shape_on(device, QWEN3_30B_A3B, LAYERS)
-    with tempfile.TemporaryDirectory() as parent:
-        counted = Step.of(shape, Path(parent), ROW_TOKENS[device], TOKENS[device])
+    counted = Step.of(shape, device)
     for compiled in (False, True):
         name = "compiled around the experts" if compiled else "as written"
         with trained(there, shape, compile=compiled and device == "cuda") as steps:

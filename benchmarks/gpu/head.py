@@ -9,7 +9,7 @@ import torch
 from benchmarks.gpu.expected import head_seconds
 from benchmarks.gpu.figures import Range, line, not_run
 from benchmarks.gpu.parts import Give
-from benchmarks.gpu.timing import seconds_of
+from benchmarks.gpu.steps import seconds_of
 from service.learn import compile
 from service.learn.model.logprob import token_logprobs
 

@@ -7,7 +7,6 @@ peak.
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from benchmarks.gpu.expected import UTILISATION, Step
 from benchmarks.gpu.figures import Range, line
 from benchmarks.gpu.parts import FOLDER, Give
-from benchmarks.gpu.steps import MICRO_BATCHES, ROW_TOKENS, TOKENS, shape_on, trained
+from benchmarks.gpu.steps import MICRO_BATCHES, TOKENS, shape_on, trained
 from benchmarks.gpu.trace import gaps, kernels, recorded
 from benchmarks.shapes import SHAPES
 from service.learn.model.attention import use_fastest_attention
@@ -30,8 +29,7 @@ def measure(device: str, give: Give) -> None:
     there = torch.device(device)
     for name in ("Qwen3-0.6B", "Qwen3-1.7B"):
         shape = shape_on(device, SHAPES[name])
-        with tempfile.TemporaryDirectory() as parent:
-            counted = Step.of(shape, Path(parent), ROW_TOKENS[device], TOKENS[device])
+        counted = Step.of(shape, device)
         with trained(there, shape) as steps:
             used = counted.utilisation(steps.seconds)
             note = f"{steps.note}, {use_fastest_attention(there)}"

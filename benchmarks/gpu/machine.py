@@ -7,7 +7,7 @@ import torch
 from benchmarks.gpu.expected import BANDWIDTH, H100, LARGE_PRODUCTS, MEASURED
 from benchmarks.gpu.figures import Range, line
 from benchmarks.gpu.parts import Give
-from benchmarks.gpu.timing import seconds_of
+from benchmarks.gpu.steps import seconds_of
 
 SIDE = {"cuda": 8192, "cpu": 64}
 COPIED = {"cuda": 1 << 32, "cpu": 1 << 16}

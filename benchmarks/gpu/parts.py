@@ -48,8 +48,6 @@ class Part(NamedTuple):
     title: str
     seconds: float
     """Its deadline in seconds."""
-    value: int
-    """Its priority: if time is short, parts of a higher value run instead of it."""
     needs: tuple[str, ...]
     """Modules that must be installed for it to run."""
 
@@ -67,28 +65,17 @@ class Part(NamedTuple):
 LEARNER = ("numpy", "pydantic", "transformers", "safetensors")
 ENGINE = (*LEARNER, "ray", "vllm", "xxhash")
 PARTS = (
-    Part("machine", "What the GPU reaches", 30.0, 9, ("numpy",)),
-    Part("learner", "Training steps", 280.0, 8, LEARNER),
-    Part("head", "The output head", 70.0, 3, LEARNER),
-    Part("attention", "Attention", 150.0, 6, LEARNER),
-    Part("sharded", "FSDP2 on a mesh of one", 200.0, 7, LEARNER),
-    Part("experts", "Layers with experts", 180.0, 4, LEARNER),
-    Part("weights", "Weights between host and GPU", 70.0, 2, LEARNER),
-    Part("engine", "Engine and trainer", 230.0, 5, ENGINE),
-    Part("game", "A model learns a game", 200.0, 1, ENGINE),
+    Part("machine", "What the GPU reaches", 30.0, ("numpy",)),
+    Part("learner", "Training steps", 280.0, LEARNER),
+    Part("sharded", "FSDP2 on a mesh of one", 200.0, LEARNER),
+    Part("attention", "Attention", 150.0, LEARNER),
+    Part("engine", "Engine and trainer", 230.0, ENGINE),
+    Part("experts", "Layers with experts", 180.0, LEARNER),
+    Part("head", "The output head", 70.0, LEARNER),
+    Part("weights", "Weights between host and GPU", 70.0, LEARNER),
+    Part("game", "A model learns a game", 200.0, ENGINE),
 )
-
-
-def next_part(waiting: Sequence[Part], left: float) -> Part | None:
-    """The first part that leaves time for all waiting parts of a higher value; None if no part fits.
-
-    left 300 s    experts (180 s, value 4)  engine (230 s, value 5)    ->  engine
-    """
-    for part in waiting:
-        before = sum(other.longest for other in waiting if other.value > part.value)
-        if before + part.longest <= left:
-            return part
-    return None
+"""In the order in which they run: the most valuable first."""
 
 
 def run_part(part: Part, device: str, folder: Path) -> dict[str, Any]:

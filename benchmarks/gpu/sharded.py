@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.gpu.expected import UTILISATION, Step, sharded_over_unsharded
 from benchmarks.gpu.figures import Range, line
 from benchmarks.gpu.parts import Give
-from benchmarks.gpu.steps import ROW_TOKENS, TOKENS, shape_on, trained
+from benchmarks.gpu.steps import shape_on, trained
 from benchmarks.shapes import SHAPES
 
 MEASURED: tuple[tuple[str, int | None], ...] = (("Qwen3-1.7B", None), ("Qwen3-8B", 8))
@@ -26,8 +23,7 @@ def measure(device: str, give: Give) -> None:
     for model, layers in MEASURED:
         name = model if layers is None else f"{layers} layers of {model}"
         shape = shape_on(device, SHAPES[model], layers)
-        with tempfile.TemporaryDirectory() as parent:
-            counted = Step.of(shape, Path(parent), ROW_TOKENS[device], TOKENS[device])
+        counted = Step.of(shape, device)
         with trained(there, shape) as steps:
             plain, same = steps.seconds, steps.checkpointing
             used, limits = counted.utilisation(plain), UTILISATION["Qwen3-1.7B"]

@@ -9,7 +9,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +36,8 @@ TOKENS = {"cuda": 16384, "cpu": 64}
 """Tokens of a micro-batch."""
 REPEATS = {"cuda": 4, "cpu": 1}
 """The number of timed steps, after two warm-up steps."""
+CALLS = {"cuda": 10, "cpu": 1}
+"""The number of timed calls of a function, after two warm-up calls."""
 QWEN3_30B_A3B = SHAPES["Qwen3-1.7B"] | {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -189,3 +191,15 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def seconds_of(device: torch.device, function: Callable[[], object]) -> float:
+    """Mean seconds of several calls, after two warm-up calls."""
+    for _ in range(2):
+        function()
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(CALLS[device.type]):
+        function()
+    synchronize(device)
+    return (time.perf_counter() - started) / CALLS[device.type]

@@ -14,8 +14,7 @@ import torch
 from actors.weights.part_buffers import PartBuffers
 from benchmarks.gpu.figures import Range, line, not_run
 from benchmarks.gpu.parts import Give
-from benchmarks.gpu.steps import ROW_TOKENS, TOKENS, configured, shape_folder, shape_on
-from benchmarks.gpu.timing import seconds_of
+from benchmarks.gpu.steps import ROW_TOKENS, TOKENS, configured, seconds_of, shape_folder, shape_on
 from benchmarks.shapes import SHAPES
 from service.learn.model.policy import Policy
 
