@@ -27,6 +27,7 @@ KINDS = {
     "path_type": "must be text, not {shown} (write it in quotes inside the value: '\"{shown}\"')",
     "model_type": "is a section with keys of its own, not a value like {shown}",
     "dict_type": "is a mapping, not {shown}; write {{NAME: VALUE}}",
+    "int_parsing_size": "must be a smaller number, not {shown}",
     "tuple_type": "is a list, not {shown}; write [{value}]",
 }
 """The error message about a value of another kind, by pydantic's name of the error."""
