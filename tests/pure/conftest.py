@@ -12,6 +12,8 @@ SLOW = [
     "actors/test_generator_pool",
     "agents/test_handed_on",
     "agents/test_endpoint",
+    "agents/test_connections",
+    "agents/test_unruly",
     "agents/test_kills",
     "agents/test_play",
     "agents/test_commands",

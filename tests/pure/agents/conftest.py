@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from baton.examples import lookup
+from service.agents.session import Session
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import make_tokenizer
+from tests.pure.agents.endpoint import Client, House, client_of, opened
 from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON, tokenizer_of
 
 
@@ -23,3 +27,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("model")
     make_tokenizer(folder, lookup.vocabulary())
     return folder
+
+
+@pytest_asyncio.fixture(loop_scope="function")
+async def house(bytes_chat: Chat) -> AsyncIterator[House]:
+    async with opened(bytes_chat) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="function")
+async def session(house: House) -> Session:
+    return house.session()
+
+
+@pytest_asyncio.fixture(loop_scope="function")
+async def client(house: House, session: Session) -> AsyncIterator[Client]:
+    async with client_of(house, session) as made:
+        yield made

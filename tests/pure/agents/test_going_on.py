@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from service.handoff.steps.tables import steps_table
 
 from service.agents.session import Session
 from service.rollout.chat.chat import Chat
 from service.types import Step
 from tests.pure.agents.endpoint import House, client_of, opened, whole
 from tests.pure.agents.talks import TALKS, ChatTalk, called
-from tests.pure.agents.test_endpoint import as_stored
 
 VOLATILE = ("created", "created_at")
 
@@ -20,7 +20,7 @@ VOLATILE = ("created", "created_at")
 def again(house: House, steps: list[Step]) -> Session:
     """The session in a new process of its generator."""
     session = house.session()
-    session.restore(as_stored(steps))
+    session.restore(steps_table(steps[::-1]))  # the buffer returns them in any order
     return session
 
 
