@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from service.handoff.steps.tables import steps_table
 
 from service.agents.session import Session
+from service.handoff.steps.tables import steps_table
 from service.rollout.chat.chat import Chat
 from service.types import Step
 from tests.pure.agents.endpoint import House, client_of, opened, whole
