@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 SCHEMES = ("s3", "gs", "az", "abfss", "file")
 
@@ -30,20 +30,10 @@ def store_url_problem(url: str) -> str | None:
         _ = parts.port
     except ValueError as error:
         return f"is no address ({error}); give one like s3://bucket/run"
-    if problem := _secret(parts):
-        return problem
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        return "has a user or a part after ? or #, which may hold a secret; put credentials into environment variables"
     if parts.scheme not in SCHEMES:
         return f"its scheme {parts.scheme[:20]!r} is none of {', '.join(SCHEMES)}; give an address like s3://bucket/run"
-    if parts.scheme == "file":
-        return None if parts.path.strip("/") and not parts.netloc else "needs a path, such as file:///mnt/store/run"
-    if not parts.netloc:
-        return f"names no bucket; give one, such as {parts.scheme}://bucket/run"
-    return None if parts.path.strip("/") else "needs a path of the run's own in the bucket, such as s3://bucket/run"
-
-
-def _secret(parts: SplitResult) -> str | None:
-    if parts.username is not None or parts.password is not None:
-        return "holds a user or password, which would be printed; put credentials into variables of their own"
-    if parts.query or parts.fragment:
-        return "has a part after ? or #, which may hold a secret; put settings of the store into the environment"
+    if not parts.path.strip("/") or bool(parts.netloc) == (parts.scheme == "file"):
+        return "needs a bucket and a path of the run's own, such as s3://bucket/run or file:///mnt/store/run"
     return None

@@ -197,9 +197,7 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
 def _in_words(resources: Mapping[str, float], labels: Mapping[str, str]) -> str:
     """Describe resources, as in `2 GPU, 1 CPU, ray.io/market-type: spot`, without memory and names of nodes."""
     named = {name: n for name, n in resources.items() if name in ("GPU", "CPU") or name.startswith(ACCELERATOR)}
-    marks = [name for name in named if name.startswith(ACCELERATOR)]  # of which Ray asks for a thousandth
-    counted = [f"{n:g} {name}" for name, n in sorted(named.items(), reverse=True) if name not in marks]
-    counted += [f"an accelerator {name.removeprefix(ACCELERATOR)}" for name in marks]
+    counted = [f"{n:g} {name}" for name, n in sorted(named.items(), reverse=True)]
     return ", ".join([*counted, *(f"{name}: {value}" for name, value in labels.items())])
 
 

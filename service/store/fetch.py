@@ -1,7 +1,6 @@
 """Restores a run's folder from its object store, on a disk that has no data of the run.
 
-The restored folder has the newest complete checkpoint and the journal that was uploaded with it; the run then continues
-as after any other stop.
+The restored folder has the newest complete checkpoint and the journal that was uploaded with it.
 """
 
 from __future__ import annotations
@@ -16,21 +15,19 @@ from pathlib import Path
 
 import xxhash
 
-from service.config import Config
 from service.errors import ConfigError, StoreFailed, UserError
 from service.files import resolved, sync
-from service.run.checkpoints import MANIFEST
+from service.run.checkpoints import MANIFEST, FileChecksum
 from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, is_run_folder, new_run_folder, runs_folder
 from service.run.phases import SECONDS, phase, say
 from service.run.preparing.resuming import Load
-from service.store.manifest import Damaged, StoredCheckpoint, StoredFile, manifest_name, run_id, stored_steps
+from service.store.manifest import Damaged, StoredCheckpoint, manifest_name, run_id, stored_steps
 from service.store.objects import Objects, open_store
 
 AT_ONCE = 8
 """Maximum number of files that are read from the store at the same time."""
 READS = 3
-"""Maximum attempts to read a file whose bytes differ from those that were written. A new attempt helps if the error
-came from the transfer."""
+"""Maximum attempts to read a file, because a transfer may change bytes."""
 
 
 def from_store(url: str, load: Load, into: Path | None = None) -> Path:
@@ -48,15 +45,9 @@ def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path
     """
     damaged = list[int]()
     try:
-        for step in stored_steps(names := objects.sizes()):
+        for step in stored_steps(sizes := objects.sizes()):
             try:
-                manifest = StoredCheckpoint.read(objects, step)
-                if missing := [
-                    path for path, file in manifest.files.items() if names.get(manifest.object_of(path)) != file.bytes
-                ]:
-                    raise Damaged(f"{missing[0]} is missing, or has another size than was written")
-                folder = into or _new_folder(objects, manifest, load)
-                _restore(objects, manifest, folder, say)
+                folder = _restored(objects, StoredCheckpoint.read(objects, step), sizes, load, say, into)
             except Damaged as error:
                 say(f"the checkpoint of step {step} in {objects.url} is passed over: {error}")
                 damaged.append(step)
@@ -74,51 +65,58 @@ def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path
     raise UserError(f"{objects.url} holds {whole}; begin a new run, or give the path of a run's folder")
 
 
-def _new_folder(objects: Objects, manifest: StoredCheckpoint, load: Load) -> Path:
-    """A new folder in `run.dir`, by the stored configuration."""
-    with tempfile.TemporaryDirectory() as temporary:
-        _read_file(objects, manifest, Path(temporary), CONFIG)
-        try:
-            config: Config = load(Path(temporary) / CONFIG)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace(temporary, objects.url)) from None
-    return new_run_folder(resolved(runs_folder(config.run.dir)), config.run.name)
-
-
-def _restore(objects: Objects, manifest: StoredCheckpoint, folder: Path, say: Callable[[str], None]) -> None:
+def _restored(
+    objects: Objects,
+    manifest: StoredCheckpoint,
+    sizes: dict[str, int],
+    load: Load,
+    say: Callable[[str], None],
+    into: Path | None,
+) -> Path:
     """Read all files into a folder. What makes the checkpoint count, and the folder a run's, is written last: a folder
     whose restoration was killed is restored again."""
+    for path, file in manifest.files.items():
+        if sizes.get(manifest.object_of(path)) != file.bytes:
+            raise Damaged(f"{path} is missing, or has another size than was written")
+    read = partial(_read, objects, manifest)
+    folder = into or _new_folder(objects.url, read, load)
     megabytes = sum(file.bytes for file in manifest.files.values()) / 1e6
-    say(f"reading step {manifest.step} from {objects.url}: {len(manifest.files)} files, {megabytes:.0f} MB")
+    say(f"reading step {manifest.step} from {objects.url}: {megabytes:.0f} MB")
     for name in (CHECKPOINTS, JOURNAL):
         shutil.rmtree(folder / name, ignore_errors=True)
     run_id(folder, manifest.run)
     last = (f"{CHECKPOINTS}/step_{manifest.step}/{MANIFEST}", CONFIG)
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            read = partial(_read_file, objects, manifest, folder)
-            list(pool.map(read, [path for path in manifest.files if path not in last]))
+            list(pool.map(partial(read, folder), manifest.files.keys() - last))
         for path in last:
-            read(path)
+            read(folder, path)
     finally:
         if not is_run_folder(folder):
             shutil.rmtree(folder)
     say(f"what the run did after the upload of step {manifest.step} is lost, and is generated again")
+    return folder
 
 
-def _read_file(objects: Objects, manifest: StoredCheckpoint, folder: Path, path: str) -> None:
-    """Write one file of the manifest to a folder, and verify its checksum.
+def _new_folder(url: str, read: Callable[[Path, str], None], load: Load) -> Path:
+    """A new folder in `run.dir`, by the stored configuration."""
+    with tempfile.TemporaryDirectory() as temporary:
+        read(Path(temporary), CONFIG)
+        try:
+            run = load(Path(temporary) / CONFIG).run
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(temporary, url)) from None
+    return new_run_folder(resolved(runs_folder(run.dir)), run.name)
 
-    Raises:
-        Damaged: the file is missing in the manifest, or its object differs from it.
-    """
-    if path not in manifest.files:
-        raise Damaged(f"it has no {path}")
-    if all(_copied(objects, manifest.object_of(path), folder / path) != manifest.files[path] for _ in range(READS)):
-        raise Damaged(f"{manifest.object_of(path)} has other bytes than were written")
+
+def _read(objects: Objects, manifest: StoredCheckpoint, folder: Path, path: str) -> None:
+    """Write one file of the manifest to a folder; raises `Damaged` if its object differs from the manifest."""
+    name = manifest.object_of(path)
+    if all(_copied(objects, name, folder / path) != manifest.files.get(path) for _ in range(READS)):
+        raise Damaged(f"{name} has other bytes than were written")
 
 
-def _copied(objects: Objects, name: str, file: Path) -> StoredFile:
+def _copied(objects: Objects, name: str, file: Path) -> FileChecksum:
     """Copy an object to a file; returns the size and checksum of what was read."""
     size, hasher, is_private = 0, xxhash.xxh3_64(), file.parent.name == JOURNAL
     file.parent.mkdir(mode=0o700 if is_private else 0o777, parents=True, exist_ok=True)
@@ -130,4 +128,4 @@ def _copied(objects: Objects, name: str, file: Path) -> StoredFile:
         sync(file)
     except OSError as error:  # an error of a full disk, which names no file
         raise OSError(error.errno, error.strerror, str(file)) from None
-    return StoredFile(bytes=size, xxh3_64=hasher.hexdigest())
+    return FileChecksum(bytes=size, xxh3_64=hasher.hexdigest())

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from service.errors import UserError
 from service.files import write_atomic
+from service.run.checkpoints import FileChecksum
 from service.run.folder import STORE_MARK
 from service.store.objects import Objects
 
@@ -21,13 +22,6 @@ HexId = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 class Damaged(UserError):
     """Raised if a checkpoint in the store is damaged."""
-
-
-class StoredFile(BaseModel):
-    """Size and checksum of a file in the store."""
-
-    bytes: int = Field(ge=0)
-    xxh3_64: str
 
 
 class StoredCheckpoint(BaseModel):
@@ -41,17 +35,15 @@ class StoredCheckpoint(BaseModel):
     writer: HexId
     """The id of the process that wrote the checkpoint."""
     step: int
-    """Number of optimizer steps that produced the checkpoint's weights."""
-    files: dict[str, StoredFile]
+    files: dict[str, FileChecksum]
     """The files of the checkpoint, by their path in the run's folder."""
 
     @field_validator("files")
     @classmethod
-    def _lie_in_the_run_folder(cls, files: dict[str, StoredFile]) -> dict[str, StoredFile]:
-        for path in files:
-            parts = PurePosixPath(path).parts
-            if not parts or parts[0] == "/" or ".." in parts or "\0" in path:
-                raise ValueError(f"{path!r} is no path in the run folder")
+    def _lie_in_the_run_folder(cls, files: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
+        for path in map(PurePosixPath, files):
+            if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in str(path):
+                raise ValueError(f"{str(path)!r} is no path in the run folder")
         return files
 
     def object_of(self, path: str) -> str:

@@ -22,8 +22,8 @@ import xxhash
 from service.errors import RunFailed, StoreFailed, UserError
 from service.observe.status_document import Uploaded
 from service.run import folder as names
-from service.run.checkpoints import MANIFEST, PREFIX, Manifest
-from service.store.manifest import Damaged, StoredCheckpoint, StoredFile, manifest_name, run_id, stored_steps
+from service.run.checkpoints import MANIFEST, PREFIX, FileChecksum, Manifest
+from service.store.manifest import Damaged, StoredCheckpoint, manifest_name, run_id, stored_steps
 from service.store.objects import Objects, open_store
 
 READ_BYTES = 8 << 20
@@ -36,9 +36,8 @@ ENDS = (names.BEST, names.FINAL, names.METRICS, names.EVALUATIONS, names.TRAJECT
 
 
 class _Upload(NamedTuple):
-    """The upload of a checkpoint, or of the end of the run (`step` None)."""
-
     step: int | None
+    """None: the end of the run."""
     files: dict[str, tuple[BinaryIO, int]]
     """The open file and the number of bytes to upload, by the path in the run's folder."""
     held: ExitStack
@@ -50,26 +49,24 @@ class _Upload(NamedTuple):
 
 def begin_uploads(url: str, run: Path, step: int | None, keep: int, say: Callable[[str], None]) -> Uploads:
     """Check the store at an address. `step`: the checkpoint from which the run continues; None: it is a new run.
-    The other arguments are described at `Uploads`.
+    `keep`: number of checkpoints that the store keeps.
 
     Raises:
         UserError: the store cannot be read, or holds another run, or newer checkpoints of this run.
     """
-    objects, again = (
-        open_store(url, create=True),
-        f"give another place, or go on with that run: baton run --resume {url}",
-    )
+    objects, why = open_store(url, create=True), ""
     try:
-        found = objects.sizes()
-        newest = next(iter(stored_steps(found)), None)
+        newest = next(iter(stored_steps(found := objects.sizes())), None)
         if step is None and any(not name.startswith(PREFIX) for name in found):
-            raise UserError(f"run.store: {url} holds other files ({min(found)}, ...); {again}")
-        if newest is not None and StoredCheckpoint.read(objects, newest).run != run_id(run):
-            raise UserError(f"run.store: {url} holds another run; {again}")
-        if newest is not None and step is not None and newest > step:
-            raise UserError(f"run.store: {url} has step {newest}, and {run} only step {step}; {again}")
+            why = f"holds other files ({min(found)}, ...)"
+        elif newest is not None and StoredCheckpoint.read(objects, newest).run != run_id(run):
+            why = "holds another run"
+        elif newest is not None and step is not None and newest > step:
+            why = f"has step {newest}, and {run} only step {step}"
     except (StoreFailed, Damaged) as error:
         raise UserError(f"run.store: {error}") from None
+    if why:
+        raise UserError(f"run.store: {url} {why}; give another place, or go on with that run: baton run --resume {url}")
     return Uploads(open_store(url, within=REPEATED_SECONDS), run, newest, keep, say)
 
 
@@ -110,8 +107,8 @@ class Uploads:
             files = {segments[at]: until - at for at, until in zip(starts, [*starts[1:], end], strict=True)}
             own = Manifest.model_validate_json((folder / MANIFEST).read_bytes()).files
             files |= {folder / name: file.bytes for name, file in own.items()}
-            others = [folder / MANIFEST, *self._files(WITH_CHECKPOINT)]
-            self._add(step, files | {file: file.stat().st_size for file in others})
+            files |= self._sizes((*WITH_CHECKPOINT, str((folder / MANIFEST).relative_to(self._run))))
+            self._add(step, files)
         except OSError as error:
             self._failed(f"the checkpoint of step {step} is not uploaded: {error.filename}: {error.strerror}")
             return False
@@ -120,7 +117,7 @@ class Uploads:
     def ended(self) -> None:
         """Upload the final and the best weights, and the files that say how the run ended (`ENDS`). To be called when
         all of them are written."""
-        self._add(None, {file: file.stat().st_size for file in self._files(ENDS)})
+        self._add(None, self._sizes(ENDS))
 
     def left(self) -> str:
         """A text that lists what is not uploaded yet."""
@@ -140,9 +137,9 @@ class Uploads:
             lacks, why = " and ".join(self._lacks), self.status.failing
             raise RunFailed(f"{self.url} lacks {lacks}, which only {self._run} has now: {why}")
 
-    def _files(self, wanted: tuple[str, ...]) -> list[Path]:
+    def _sizes(self, wanted: tuple[str, ...]) -> dict[Path, int]:
         found = [file for name in wanted for file in (self._run / name, *sorted((self._run / name).rglob("*")))]
-        return [file for file in found if file.is_file()]
+        return {file: file.stat().st_size for file in found if file.is_file()}
 
     def _add(self, step: int | None, sizes: Mapping[Path, int]) -> None:
         """Open files, and queue the upload of so many bytes from the beginning of each."""
@@ -154,9 +151,9 @@ class Uploads:
                 files[str(file.relative_to(self._run))] = held.enter_context(file.open("rb")), size
             job = _Upload(step, files, held.pop_all())
         with self._lock:
-            for replaced in self._jobs[1:]:
-                if step is not None and replaced.step is not None:
-                    self._end(replaced)
+            for waiting in self._jobs[1:]:
+                if step is not None and waiting.step is not None:
+                    self._end(waiting)
             self._jobs.append(job)
             if len(self._jobs) == 1:
                 self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
@@ -186,27 +183,28 @@ class Uploads:
                 self._end(job)
 
     def _upload(self, job: _Upload) -> None:
-        manifest = StoredCheckpoint(run=self._id, writer=self._writer, step=job.step or 0, files={})
-        if job.step is not None:
-            self._check_sole(job.step)
+        step, files = job.step, dict[str, FileChecksum]()
+        manifest = StoredCheckpoint(run=self._id, writer=self._writer, step=step or 0, files={})
+        if step is not None:
+            self._check_sole(step)
         for path, (opened, size) in job.files.items():
             hasher = xxhash.xxh3_64()
-            name = path if job.step is None else manifest.object_of(path)
-            self._objects.put(name, self._chunks(opened, size, hasher), size)
-            manifest.files[path] = StoredFile(bytes=size, xxh3_64=hasher.hexdigest())
+            self._objects.put(path if step is None else manifest.object_of(path), _chunks(opened, size, hasher), size)
+            files[path] = FileChecksum(bytes=size, xxh3_64=hasher.hexdigest())
             self.status = self.status._replace(bytes=self.status.bytes + size)
-        if job.step is not None:
-            data = manifest.model_dump_json(indent=1).encode()
-            while not self._objects.create(manifest_name(job.step), data):
-                self._check_sole(job.step)
-                self._objects.delete([manifest_name(job.step)])  # of a checkpoint that the run has undone since
-            self._sweep(job.step)
-
-    def _chunks(self, opened: BinaryIO, left: int, hasher: xxhash.xxh3_64) -> Iterator[bytes]:
-        while left > 0 and (chunk := opened.read(min(READ_BYTES, left))):
-            hasher.update(chunk)
-            yield chunk
-            left -= len(chunk)
+        if step is None:
+            return
+        data = manifest.model_copy(update={"files": files}).model_dump_json(indent=1).encode()
+        while not self._objects.create(manifest_name(step), data):
+            self._check_sole(step)
+            self._objects.delete([manifest_name(step)])  # of a checkpoint that the run has undone since
+        found = self._objects.sizes()
+        kept = {f"{PREFIX}{one}" for one in [one for one in stored_steps(found) if one <= step][: self._keep]}
+        old = [name for name in found if name.startswith(PREFIX) and name.partition("/")[0] not in kept]
+        try:
+            self._objects.delete(sorted(old, key=lambda name: name.count("/")))  # each manifest first
+        except StoreFailed as error:
+            self._say(f"what is too old is not deleted: {error}; uploads go on")
 
     def _check_sole(self, step: int) -> None:
         """Check that no other process has written a checkpoint of this step or a later one."""
@@ -214,16 +212,13 @@ class Uploads:
             if found >= step and StoredCheckpoint.read(self._objects, found).writer != self._writer:
                 raise RunFailed(f"{self.url} has the checkpoint of step {found} from another process of this run")
 
-    def _sweep(self, step: int) -> None:
-        """Delete checkpoints that are too old or were undone, if the store permits that; each manifest first."""
-        found = self._objects.sizes()
-        kept = {f"{PREFIX}{one}" for one in [one for one in stored_steps(found) if one <= step][: self._keep]}
-        old = [name for name in found if name.startswith(PREFIX) and name.partition("/")[0] not in kept]
-        try:
-            self._objects.delete(sorted(old, key=lambda name: name.count("/")))
-        except StoreFailed as error:
-            self._say(f"what is too old is not deleted: {error}; uploads go on")
-
     def _failed(self, why: str) -> None:
         self._say(f"{why}; training goes on, and the next checkpoint is uploaded again")
         self.status = self.status._replace(failures=self.status.failures + 1, failing=why)
+
+
+def _chunks(opened: BinaryIO, left: int, hasher: xxhash.xxh3_64) -> Iterator[bytes]:
+    while left > 0 and (chunk := opened.read(min(READ_BYTES, left))):
+        hasher.update(chunk)
+        yield chunk
+        left -= len(chunk)

@@ -46,7 +46,7 @@ def test_a_run_that_no_cluster_of_this_size_can_hold_ends_with_what_is_missing(l
     from service.errors import RunFailed
 
     config, said = load_config([QUICKSTART], ["trainer.ranks=2", "trainer.accelerator=H100"]), list[str]()
-    with pytest.raises(RunFailed, match=r"no room in the Ray cluster for 3 s: .* 2 x \(.*an accelerator H100"):
+    with pytest.raises(RunFailed, match=r"no room in the Ray cluster for 3 s: .* 2 x \(.*0.001 accelerator_type:H100"):
         asyncio.run(reserve(run_bundles(config, gpus=0), 3, said.append))
     assert len(said) == 1 and said[0].startswith("WAITING for room in the Ray cluster, for ")
 
