@@ -59,11 +59,13 @@ servers: dev ## Prometheus, Alertmanager, Chromium and Slurm for the tests, as r
 	@$(BIN)/python scripts/servers.py
 test: dev ## the test suite on CPU, real Ray, vLLM and FSDP included
 	@echo "baton: testing, with real Ray and vLLM first; tests without them run beside that and are printed last"
-	@said=$$(mktemp); failed=0; \
-	    $(PYTEST) -m "not full" $(AT_ONCE) >$$said 2>&1 & \
+	@rm -f build/slowest*.txt; said=$$(mktemp); failed=0; \
+	    $(PYTEST) --slowest build/slowest-pure.txt -m "not full" $(AT_ONCE) >$$said 2>&1 & \
 	    beside=$$!; trap 'kill $$beside 2>/dev/null || true; rm -f $$said' EXIT; \
-	    $(PYTEST) -m "not full and not chaos" --ignore tests/e2e/test_monitoring.py $(TWO_FILES) $(IN_TURN) || failed=1; \
-	    wait $$beside || failed=1; cat $$said; exit $$failed
+	    $(PYTEST) --slowest build/slowest-e2e.txt -m "not full and not chaos" \
+	        --ignore tests/e2e/test_monitoring.py $(TWO_FILES) $(IN_TURN) || failed=1; \
+	    wait $$beside || failed=1; cat $$said; \
+	    sort -rn build/slowest-pure.txt build/slowest-e2e.txt >build/slowest.txt; exit $$failed
 test-fast: dev ## only the quick tests, which need neither Ray nor vLLM (one to two minutes)
 	@$(PYTEST) -m "not slow and not full" -n logical --maxprocesses 8 --dist worksteal tests/pure
 test-edges: dev servers ## documentation, deployment files, Prometheus, pages in a browser; .ci/run calls it if they changed

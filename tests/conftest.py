@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.slowest import SlowestFiles
+
 MARK = "BATON_TEST_SESSION"
 """Environment variable that every process of a test session inherits."""
 
@@ -30,6 +32,11 @@ settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("same")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The list of the slowest test files, which `make test` makes."""
+    parser.addoption("--slowest", type=Path, help="write the seconds of each test file that takes a second or more")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported: Ray reads its settings from the environment when it is imported."""
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
@@ -40,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["MPLBACKEND"] = "agg"
     _let_children_have_signals()
     os.environ[MARK] = f"{os.getpid()}-{secrets.token_hex(4)}"
+
+    if (file := config.getoption("--slowest")) is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SlowestFiles(file))
 
 
 def _let_children_have_signals() -> None:

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from service.config.load import key_paths
-from tests.pure.conftest import SLOW
+from tests.slowest import COMMITTED, read_seconds
 
 ROOT = Path(__file__).parents[3]
 PRODUCT = [path for folder in ("service", "actors", "baton") for path in (ROOT / folder).rglob("*.py")]
@@ -32,9 +32,8 @@ def test_every_room_has_its_floor_and_no_contract_has_an_exception() -> None:
     assert "ignore_imports" not in contracts
 
 
-def test_every_file_that_the_fast_suite_leaves_out_is_there() -> None:
-    pure = Path(__file__).parents[1]
-    assert [name for name in SLOW if not (pure / f"{name}.py").is_file()] == []
+def test_every_file_in_the_list_of_slow_test_files_is_there() -> None:
+    assert [name for name in read_seconds(COMMITTED) if not (ROOT / name).is_file()] == []
 
 
 def test_no_call_trusts_code_that_came_with_data() -> None:
