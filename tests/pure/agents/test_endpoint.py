@@ -234,7 +234,8 @@ async def test_calls_at_once_count_once_each_and_exceed_neither_bound(house: Hou
         await until(lambda: len(house.replies) >= 5)
         house.accepting.set()
         assert [talk.text(reply) for _, reply in await asyncio.gather(*asked)].count(SPENT) == 1
-    assert sum(len(step.prompt_ids) + len(step.response_ids) for step in house.steps[:2]) == 2 * (prompt + 201)
+    first = house.steps[:2]
+    assert [*map(len, whole(first))] == [prompt] * 2 and [len(step.response_ids) for step in first] == [201] * 2
 
 
 async def test_tokens_of_a_session_are_bounded_and_responses_shortened_to_what_is_left(house: House) -> None:
