@@ -89,18 +89,16 @@ class Collective:
 class SimLearner:
     """Learns nothing; its weights are the number of steps."""
 
-    policy = SimpleNamespace(dtype=torch.float32)
-
     def __init__(self, rank: int) -> None:
         self._rank, self.steps = rank, 0
+        self.policy = SimpleNamespace(dtype=torch.float32, shards=self._shards)
 
     def step(self, batch: MiniBatch) -> StepReport:
         """Count a step."""
         self.steps += 1
         return StepReport(True, None, {})
 
-    def shards(self) -> dict[str, Rows]:
-        """This rank's rows."""
+    def _shards(self) -> dict[str, Rows]:
         rows = torch.full((ROWS_OF_RANK, 2), float(self.steps))
         return {"w": Rows((RANKS * ROWS_OF_RANK, 2), self._rank * ROWS_OF_RANK, rows)}
 
@@ -136,11 +134,8 @@ class SimRank(TrainerRank):
         if method in self.TOGETHER and (self._learner is not None or method == "load"):
             await self._collective.meet(self._rank, method)
 
-    def meeting_point(self) -> MeetingPoint:
-        return "127.0.0.1", 1
-
-    def node(self) -> str:
-        return "node"
+    def place(self) -> tuple[str, MeetingPoint]:
+        return "node", ("127.0.0.1", 1)
 
     def load(self, meeting_point: MeetingPoint, model_folder: str, *how: Any) -> None:
         self._learner = SimLearner(self._rank)  # type: ignore[assignment]

@@ -161,7 +161,7 @@ def held_on_rank(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """A step in bfloat16: what a rank holds, and the adapter that it begins with and ends with."""
     made = learner(configured(dtype="bfloat16"), folder, rank, world_size, moved=False)
     types = {str(p.dtype) for name, p in made.policy.model.named_parameters() if not name.endswith((A, B))}
-    begun = made.weights()
+    begun = made.policy.weights()
     rows = [row for row in made_rows(4, seed=61) if row.trajectory % world_size == rank]
     batch = mini_batch([[rows] if r == rank else [[]] for r in range(world_size)], trajectories=4)
     report = made.step(batch)
@@ -208,7 +208,7 @@ def test_a_reference_that_is_renewed_is_a_copy_of_the_adapter(model_folder: Path
 
 def test_what_is_published_has_pefts_names_and_b_without_its_factor(model_folder: Path) -> None:
     made = learner(configured(dtype="bfloat16"), model_folder)
-    published, masters = made.weights(), made.policy.master_weights.tensors
+    published, masters = made.policy.weights(), made.policy.master_weights.tensors
     assert published is not None
     assert len(published) == 2 * len(LINEAR) * len(made.policy.model.layers)
     assert {name: tensor.dtype for name, tensor in published.items()} == {
