@@ -70,7 +70,8 @@ KEYS_INTRO = """
 ## Keys of `metrics.jsonl`
 
 One line of `metrics.jsonl` is one optimizer step. TensorBoard and Weights & Biases use the same keys. Means are per
-trajectory unless the key says otherwise. `<...>` stands for a name or a number.
+trajectory unless the key says otherwise. `<...>` stands for a name or a number; `<versions>` is a range of staleness
+(`0`, `1`, `2`, `3_4`, `5_8` or `9_up`), whose loss tokens the value describes.
 
 | key | meaning | metric |
 |---|---|---|
@@ -84,12 +85,10 @@ Made from `service/config/` by `python -m scripts.docs`.
 Files are given with `--config`, later ones merged over earlier ones, key by key; `section.key=value` overrides both. An
 empty mapping (`env.options={}`) replaces what earlier ones set.
 An unknown key is refused. `baton config show` prints the resolved configuration, `baton config schema` its JSON schema.
-`baton config validate` reads datasets, makes environments, imports scorers, and looks into the model's JSON files,
-tokenizer and weight headers, and into the adapter of `model.adapter`. A file that is on this machine and broken is an
-error (exit code 2). A missing file may be on another machine, so it is only a note; `baton run` refuses it too. The
-prompts of at most 200 rows are tokenized, and a note says how many do not fit into `generator.max_input_length`. If
-the model folder is on this machine, the command prints how much GPU memory a rank and an engine need. Lengths are in
-tokens, times in seconds, memory in bytes.
+`baton config validate` reads datasets, makes environments, imports scorers, looks into the model's folder and
+tokenizes at most 200 prompts. A broken file is an error (exit code 2); a missing one may be on another machine, so it
+is a note, which `baton run` refuses. It prints how much GPU memory a rank and an engine need. Lengths are in tokens,
+times in seconds, memory in bytes.
 """
 
 
@@ -134,6 +133,8 @@ def _section(path: str, field: FieldInfo) -> str:
     return text + "".join(inner)
 
 
+LARGE = 1e6
+"""Bounds from here on are not on the page of settings."""
 _BOUNDS = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
 
 
@@ -152,7 +153,7 @@ def _type(schema: dict[str, Any]) -> str:
         return "path"
     if schema.get("type") == "object":
         return "mapping"
-    bounds = " ".join(f"{sign} {schema[key]:g}" for key, sign in _BOUNDS if schema.get(key, MOST) != MOST)
+    bounds = " ".join(f"{sign} {schema[key]:g}" for key, sign in _BOUNDS if abs(schema.get(key, MOST)) < LARGE)
     return f"{schema.get('type', 'value')} {bounds}".strip()
 
 

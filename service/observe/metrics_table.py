@@ -320,7 +320,7 @@ _RATIO = {
     "is_ratio_max": "Largest importance ratio",
     "effective_sample_fraction": "Effective sample size by the importance ratios, (sum r)^2 / (n sum r^2), 0 to 1,",
 }
-_AT_STALENESS = "of the loss tokens at this staleness: `<versions>` is `0`, `1`, `2`, `3_4`, `5_8` or `9_up`."
+_AT_STALENESS = "at this staleness."
 
 MAX_INFO_NAMES = 64
 """Maximum number of names in an environment's `info` whose means are kept, so that new names take bounded memory."""
@@ -385,7 +385,7 @@ STEP_KEYS: dict[str, str] = {
         "Mean log-ratio of rollout to teacher over the loss tokens that have a teacher: the reverse KL divergence."
     ),
     "policy/teacher_token_ratio": "Fraction of the loss tokens that have a teacher (`algorithm.teacher`).",
-    "policy/by_staleness/<versions>/tokens": f"Number {_AT_STALENESS}",
+    "policy/by_staleness/<versions>/tokens": f"Number of loss tokens {_AT_STALENESS}",
     **{f"policy/by_staleness/<versions>/{name}": f"{text} {_AT_STALENESS}" for name, text in _RATIO.items()},
     "policy/by_staleness/<versions>/kl": f"Approximate divergence of trainer and sampling policy {_AT_STALENESS}",
     "policy/by_staleness/<versions>/clip_ratio": f"Clipped fraction {_AT_STALENESS}",
