@@ -36,9 +36,11 @@ def rank_of(transport: str) -> TrainerRank:
     weights = WeightsConfig(transport=transport)  # type: ignore[arg-type]
     rank = TrainerRank(Config(weights=weights).model_dump_json(), 0)
     rank._learner = SimpleNamespace(  # type: ignore[assignment]
-        weights=lambda everywhere=False: WEIGHTS,
-        shards=lambda: all_rows(WEIGHTS),
-        policy=SimpleNamespace(dtype=torch.bfloat16),
+        policy=SimpleNamespace(
+            dtype=torch.bfloat16,
+            weights=lambda everywhere=False: WEIGHTS,
+            shards=lambda: all_rows(WEIGHTS),
+        ),
     )
     return rank
 
