@@ -60,7 +60,7 @@ servers: dev ## Prometheus, Alertmanager, Chromium and Slurm for the tests, as r
 test: dev ## the test suite on CPU, real Ray, vLLM and FSDP included
 	@echo "baton: testing, with real Ray and vLLM first; tests without them run beside that and are printed last"
 	@rm -f build/slowest*.txt; said=$$(mktemp); failed=0; \
-	    $(PYTEST) --slowest build/slowest-pure.txt -m "not full" $(AT_ONCE) >$$said 2>&1 & \
+	    nice -n 10 $(PYTEST) --slowest build/slowest-pure.txt -m "not full" $(AT_ONCE) >$$said 2>&1 & \
 	    beside=$$!; trap 'kill $$beside 2>/dev/null || true; rm -f $$said' EXIT; \
 	    $(PYTEST) --slowest build/slowest-e2e.txt -m "not full and not chaos" \
 	        --ignore tests/e2e/test_monitoring.py $(TWO_FILES) $(IN_TURN) || failed=1; \

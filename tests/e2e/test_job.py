@@ -55,20 +55,26 @@ class Cluster:
     set_up: list[str]
     submit_command: str
 
-    def shell(self, command: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
-        """Run a command as the README's block does, after what stands above it."""
+    def shell(self, command: str, seconds: float = 600) -> subprocess.CompletedProcess[str]:
+        """Run a command as the README's block does, after what stands above it; show all output if it does not end."""
         script = "\n".join(["set -e", *self.set_up, command])
-        return subprocess.run(
-            ["bash", "-c", script],
-            cwd=ROOT,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
+        with (self.home / "said").open("w+") as said:
+            process = subprocess.Popen(
+                ["bash", "-c", script],
+                cwd=ROOT,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                pytest.fail(f"{command} goes on after {seconds:.0f} s:\n{(self.home / 'said').read_text()}")
+            said.seek(0)
+            return subprocess.CompletedProcess(script, code, said.read())
 
     def submit(self, options: str, settings: str) -> subprocess.CompletedProcess[str]:
         """The README's submit command with more options and settings; again while the cluster is still starting."""
