@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
 # Tests without Ray and vLLM share no process, port or folder: as many run at once as there are
 # cores. Of the others two files run at once: each waits much for processes that start. `make test`
-# has the former beside the latter, and prints what they said at the end.
+# has the former beside the latter, at a lower priority than that of Ray's workers (15), and prints
+# what they said at the end.
 AT_ONCE := -n logical --maxprocesses 8 --dist worksteal tests/pure tests/machine tests/sim
 TWO_FILES := -n 2 --dist loadfile
 IN_TURN := tests/e2e tests/chaos tests/hosts tests/gpu
@@ -60,7 +61,7 @@ servers: dev ## Prometheus, Alertmanager, Chromium and Slurm for the tests, as r
 test: dev ## the test suite on CPU, real Ray, vLLM and FSDP included
 	@echo "baton: testing, with real Ray and vLLM first; tests without them run beside that and are printed last"
 	@rm -f build/slowest*.txt; said=$$(mktemp); failed=0; \
-	    nice -n 10 $(PYTEST) --slowest build/slowest-pure.txt -m "not full" $(AT_ONCE) >$$said 2>&1 & \
+	    nice -n 19 $(PYTEST) --slowest build/slowest-pure.txt -m "not full" $(AT_ONCE) >$$said 2>&1 & \
 	    beside=$$!; trap 'kill $$beside 2>/dev/null || true; rm -f $$said' EXIT; \
 	    $(PYTEST) --slowest build/slowest-e2e.txt -m "not full and not chaos" \
 	        --ignore tests/e2e/test_monitoring.py $(TWO_FILES) $(IN_TURN) || failed=1; \
