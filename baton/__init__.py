@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from service.rollout.environment import is_text as is_text
     from service.rollout.environment import tagged as tagged
     from service.rollout.prompts.dataset import load_tasks as load_tasks
-    from service.scorers.scored_trajectories import Trajectory as Trajectory
-    from service.scorers.scored_trajectories import Turn as Turn
+    from service.scorers.user import Trajectory as Trajectory
+    from service.scorers.user import Turn as Turn
 
 __all__, __getattr__ = lazy_names(
     __name__,
@@ -70,6 +70,6 @@ __all__, __getattr__ = lazy_names(
             "tagged",
         ),
         "service.rollout.prompts.dataset": ("load_tasks",),
-        "service.scorers.scored_trajectories": ("Trajectory", "Turn"),
+        "service.scorers.user": ("Trajectory", "Turn"),
     },
 )

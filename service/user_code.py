@@ -10,14 +10,14 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from service.environment_variables import USER_FOLDER
 from service.errors import ConfigError
@@ -63,6 +63,30 @@ def find_user_module(name: str) -> bool:
             f"{own.origin} has the name of another module, {found.origin}, which comes first; give it another name"
         )
     return found is not None
+
+
+def import_object(
+    key: str, path: str, load: Callable[[str], ModuleType] = import_user_module
+) -> tuple[ModuleType, Any]:
+    """The module, and what it has under the name, of a setting `module:name`. `key`: the setting's full name, for
+    messages; `load`: imports the module.
+
+    Raises:
+        ConfigError: the import failed, or the module has no such name.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        module = load(module_name)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        raise ConfigError(
+            f"{key}: {path} cannot be loaded, importing {module_name} failed: {type(error).__name__}: {error} "
+            f"(modules are looked up among installed packages and in {user_folder()})"
+        ) from error
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, dir(module), n=1)
+        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
+        raise ConfigError(f"{key}: {path} cannot be loaded, {module_name} has no {name}{hint}")
+    return module, getattr(module, name)
 
 
 def nearest(word: str, names: Sequence[str]) -> str:

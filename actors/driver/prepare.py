@@ -12,8 +12,8 @@ from service.plan.kv_cache import check_engine
 from service.rollout.chat.chat import Chat
 from service.rollout.check_inputs import check_environments
 from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.files import train_file
 from service.rollout.prompts.first_prompts import too_long
-from service.rollout.prompts.mixture import train_file
 from service.run.folder import DATA, initial_model, warmed_model
 from service.run.phases import say
 from service.run.preparing.inputs import Prepared, checked_model, checked_shapes, make_policy, prepare_evaluation

@@ -26,7 +26,7 @@ from service.config.rollout import AgentsConfig
 from service.errors import UserError, in_one_line, last_lines
 from service.handoff.steps.values import ROLES, Role, StopReason, packed_roles
 from service.observe.metrics import Metrics
-from service.rollout.agent_loop import Played, generate_turn
+from service.rollout.agent_loop import TrajectoryResult, generate_turn
 from service.rollout.chat.chat import Chat
 from service.rollout.engine import Engine, Generation
 from service.rollout.env_guard import EnvGuard
@@ -111,7 +111,9 @@ class Agents:
         self._restored[str(trajectory)] = session
         return True
 
-    async def play(self, trajectory: TrajectoryId, task: Task, guard: EnvGuard, seed: int, sink: StepSink) -> Played:
+    async def play(
+        self, trajectory: TrajectoryId, task: Task, guard: EnvGuard, seed: int, sink: StepSink
+    ) -> TrajectoryResult:
         """Play one trajectory; `sink` gets a step for each call, then the trajectory's end.
 
         `guard`: calls the agent within its time limits: `play`, or `resume` for a restored session.
@@ -131,7 +133,7 @@ class Agents:
 
     async def _played(
         self, session: Session, task: Task, guard: EnvGuard, run: Coroutine[Any, Any, None], sink: StepSink
-    ) -> Played:
+    ) -> TrajectoryResult:
         trajectory = session.trajectory
         failure, outcome, stop_reason = "", Outcome(0.0), session.stop_reason
         playing = asyncio.create_task(run)
@@ -167,7 +169,7 @@ class Agents:
         sink.end(end)
         is_accepted = await sink.accepted(trajectory)
         session.recorded.set_result(is_accepted)
-        return Played(end, outcome.info, failure)
+        return TrajectoryResult(end, outcome.info, failure)
 
     def _count(self, calls: Sequence[Call], roles: Sequence[str]) -> None:
         """Count the calls of a trajectory that ended; warn once if many of their tokens are `aux`."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from service.errors import in_one_line
 from service.handoff.steps.values import NEEDED, StopReason
-from service.rollout.chat.chat import Chat, Tool
-from service.rollout.chat.conversation import Conversation, Prompt, generation_of, without_loss
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.conversation import Conversation, generation_of, without_loss
 from service.rollout.chat.frozen import FrozenModels
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Engine, Generation, validate_generation
@@ -33,7 +33,7 @@ from service.types import Int32s, TrajectoryEnd, TrajectoryId
 log = logging.getLogger(__name__)
 
 
-class Played(NamedTuple):
+class TrajectoryResult(NamedTuple):
     """The result of playing one trajectory, apart from its steps."""
 
     end: TrajectoryEnd
@@ -53,7 +53,7 @@ async def run_trajectory(
     seed: int,
     sink: StepSink,
     frozen: FrozenModels | None = None,
-) -> Played:
+) -> TrajectoryResult:
     """Play one trajectory; `sink` gets a step after each finished turn, then the record that ends the trajectory.
 
     `frozen`: the models that play frozen roles; None if there are no frozen roles.
@@ -67,7 +67,7 @@ async def run_trajectory(
         while not result.done:
             role, side = result.role, sides[result.role]
             tools = task.tools if role == MAIN else ()
-            prompt = _next_prompt(side, result, tools)
+            prompt = side.prompt(result.messages, result.history, tools)
             if (prompt_ids := episode.next_prompt(prompt, role)) is None:
                 break
             if is_frozen := frozen is not None and role in frozen:
@@ -85,12 +85,14 @@ async def run_trajectory(
             if refused := episode.give(result.rewards):
                 why = f"rewards[{refused[0]!r}]: the role has had no turn, or its sum is not {NEEDED}"
                 raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, why)
-    except TrajectoryFailed as failed:
+    except (TrajectoryFailed, MessagesRefused) as error:
+        refused_output = isinstance(error, MessagesRefused)
+        failed = TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) if refused_output else error
         log.warning("%s of prompt %s is lost: %s", trajectory, in_one_line(task.uid), failed)
         episode.stop_reason, failure = failed.reason, str(failed)
     finally:
         await environment.close(trajectory)
-    return Played(episode.finish(failure), info, failure)
+    return TrajectoryResult(episode.finish(failure), info, failure)
 
 
 async def generate_turn(
@@ -114,18 +116,6 @@ async def generate_turn(
     if problem is not None:
         raise TrajectoryFailed(StopReason.ENGINE_OUTPUT, f"the engine answered {request_id} with {problem}")
     return generation
-
-
-def _next_prompt(side: Conversation, result: StepResult, tools: Sequence[Tool]) -> Prompt:
-    """The role's next prompt.
-
-    Raises:
-        TrajectoryFailed: the chat template refuses the environment's messages.
-    """
-    try:
-        return side.prompt(result.messages, result.history, tools)
-    except MessagesRefused as error:
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error
 
 
 def _text_until_stop(chat: Chat, stop: tuple[str, ...], token_ids: Int32s) -> str:

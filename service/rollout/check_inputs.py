@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from collections.abc import Collection, Sequence
@@ -16,8 +15,8 @@ from service.rollout.environment import Agent, Environment, Task
 from service.rollout.environments.registry import SyntheticFunction, make_environment, synthetic_data
 from service.rollout.factory import Environments
 from service.rollout.prompts.dataset import tasks_of
-from service.rollout.prompts.published import read_published
-from service.user_code import import_user_module
+from service.rollout.prompts.files import read_published
+from service.user_code import import_object
 
 SYNTHETIC = Path("made")
 """Stands for the file of rows in error messages about synthetic rows, which have no file."""
@@ -55,18 +54,8 @@ def check_score(env: EnvConfig) -> None:
     Raises:
         UserError: the function cannot be loaded.
     """
-    if not isinstance(env.score, str):
-        return
-    module_name, _, name = env.score.partition(":")
-    try:
-        module = import_user_module(module_name)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything on import
-        why = f"importing {module_name} failed: {type(error).__name__}: {error}"
-        raise UserError(f"env.score: {env.score!r} cannot be loaded, {why}") from error
-    if not callable(getattr(module, name, None)):
-        near = difflib.get_close_matches(name, dir(module), n=1)
-        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
-        raise UserError(f"env.score: {env.score!r} cannot be loaded, {module_name} has no function {name}{hint}")
+    if isinstance(env.score, str) and not callable(import_object("env.score", env.score)[1]):
+        raise UserError(f"env.score: {env.score} is no function")
 
 
 def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> None:

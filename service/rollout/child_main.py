@@ -14,7 +14,6 @@ import asyncio
 import ctypes
 import json
 import os
-import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -27,38 +26,36 @@ from service.rollout.user_errors import describe_error
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_SECONDS = 10
 """Seconds in which the descendants must end; afterwards the keeper ends, even if some of them still run."""
+SIGNALLED = 128
+"""Exit codes of a keeper above it stand for the signal that ended the process that answers, which is added to it."""
 
 
 def main() -> None:
-    """Fork. The child runs the module that the command line names; the parent waits for the child and exits with its
-    status."""
+    """Fork. The child runs the module that the command line names; the parent waits for the child, ends all other
+    descendants, and exits with the child's status."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    signals = {signal.SIGTERM, signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    child = os.fork()
+    child, reaped, status = os.fork(), 0, 0
     if not child:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent's thread may have blocked signals
         import_module(sys.argv[1]).main()
         return
-    code = None
-    while code is None and signal.sigwait(signals) == signal.SIGCHLD:
-        code = _reap(child, os.WNOHANG)
-    if code is None:
-        os.kill(child, signal.SIGKILL)
-        code = _reap(child, 0)
+
+    def end(*_: object) -> None:
+        with suppress(ProcessLookupError):
+            if reaped != child:
+                os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    while reaped != child:
+        reaped, status = os.wait()  # continues after a signal
     end_descendants()
-    _end_as(code or 0)
-
-
-def _reap(child: int, flags: int) -> int | None:
-    """Reap ended children until `child` is among them; returns its exit code, or minus the signal that ended it."""
-    while True:
-        pid, status = os.waitpid(-1, flags)
-        if pid in (0, child):
-            return os.waitstatus_to_exitcode(status) if pid else None
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else SIGNALLED - code)
 
 
 def end_descendants() -> None:
@@ -76,17 +73,6 @@ def end_descendants() -> None:
                     process.kill()
             os.waitpid(-1, 0)
     signal.alarm(0)
-
-
-def _end_as(code: int) -> None:
-    """Exit with this exit code; a negative code is minus the signal that ends the process."""
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
-        with suppress(OSError):  # SIGKILL has no disposition
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
 
 
 def serve_child(answer: Callable[[Any], Awaitable[Any]]) -> None:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from service.environment_variables import SAFE_PATH, USER_FOLDER
-from service.rollout.child_main import KILL_SECONDS
+from service.rollout.child_main import KILL_SECONDS, SIGNALLED
 from service.rollout.environment import OversizedOutput
 from service.user_code import user_folder
 
@@ -151,6 +151,7 @@ class ChildProcess:
             pass  # the process has ended; its exit code below is more informative
         if not line.endswith(b"\n"):
             code = await self._process.wait()
+            code = SIGNALLED - code if code > SIGNALLED else code
             raise ChildDied(f"its process ended with code {code}", code)
         return json.loads(line)
 

@@ -10,11 +10,14 @@ until a deadline. It never waits for the task: a task that does not end when can
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +33,6 @@ from service.rollout.environment import (
     Task,
     TrajectoryFailed,
 )
-from service.rollout.in_thread import played
 from service.rollout.limits import AgentLimits
 from service.rollout.plain_values import NotAllowed, read_messages, read_step_result
 from service.rollout.user_errors import contain_exits, describe_error, type_name
@@ -42,6 +44,8 @@ RETURN_SECONDS = 5.0
 """Seconds in which a cancelled call must return and the environment must close; afterwards its task is abandoned."""
 MAX_LEAKED_TASKS = 100
 """Maximum number of abandoned environment tasks in a process. If there are more, the process has to be restarted."""
+FINISH_SECONDS = 60.0
+"""Seconds in which the event loop must process an agent's call of `finish`."""
 _TOOL = re.compile(r'<tool_call>\s{0,8}\{\s{0,8}"name"\s{0,8}:\s{0,8}"([\w.-]{1,64})"')
 _NAME = re.compile(r"[\w.-]{1,64}")
 
@@ -71,7 +75,7 @@ class LeakedTasks:
             )
 
 
-class _Call(NamedTuple):
+class _EnvironmentCall(NamedTuple):
     method: str
     """The method's name, for error messages."""
     make: Callable[[Any], Awaitable[Any]]
@@ -103,7 +107,7 @@ class EnvGuard:
         self._limits = limits
         self._leaked = LeakedTasks() if leaked is None else leaked
         self._answered = answered
-        self._calls: asyncio.Queue[_Call | None] = asyncio.Queue()
+        self._calls: asyncio.Queue[_EnvironmentCall | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._gave_up = False
         """Whether the task was cancelled during a call, which may still run."""
@@ -126,7 +130,7 @@ class EnvGuard:
     async def play(self, session: AgentSession, task: Task, seed: int, resumes: bool = False) -> None:
         """Make the agent and call its `play`, or `resume`; the agent gives its result to the session."""
         method = "resume" if resumes else "play"
-        await self._ask("play", lambda agent: played(getattr(agent, method), session, task, seed))
+        await self._ask("play", lambda agent: call_agent(getattr(agent, method), session, task, seed))
 
     async def close(self, trajectory: TrajectoryId) -> None:
         """End the episode. Errors are only logged, because the trajectory is already over."""
@@ -158,7 +162,7 @@ class EnvGuard:
             self._task = loop.create_task(self._serve(), name=self._name)
         answer: asyncio.Future[Any] = loop.create_future()
         began, deadline = time.monotonic(), self._limits.step_deadline
-        self._calls.put_nowait(_Call(method, make, read, answer))
+        self._calls.put_nowait(_EnvironmentCall(method, make, read, answer))
         either: set[asyncio.Future[Any]] = {answer, self._task}
         try:
             await asyncio.wait(either, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
@@ -230,9 +234,56 @@ def _name_of(tool: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) and _NAME.fullmatch(name) else None
 
 
-async def _next(calls: asyncio.Queue[_Call | None]) -> _Call | None:
+async def _next(calls: asyncio.Queue[_EnvironmentCall | None]) -> _EnvironmentCall | None:
     """The next call; None after the last one, or if the task was cancelled between two calls."""
     try:
         return await calls.get()
     except asyncio.CancelledError:
         return None
+
+
+async def call_agent(play: Callable[..., Any], session: AgentSession, task: Task, seed: int) -> None:
+    """Call an agent's `play` or `resume`: in this task if it is a coroutine function, else in a thread.
+
+    A thread cannot be ended from outside. After a first cancellation this function therefore waits until the thread
+    ends; a second cancellation ends the wait.
+    """
+    if inspect.iscoroutinefunction(play):
+        await play(session, task, seed)
+        return
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[BaseException | None] = loop.create_future()
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            play(_SessionOfThread(session, loop), task, seed)
+        except BaseException as raised:  # noqa: BLE001 - raised again in the task that waits
+            error = raised
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(ended.set_result, error)
+
+    threading.Thread(target=run, name=f"play-{task.uid}", daemon=True).start()
+    try:
+        error = await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        await asyncio.shield(ended)
+        raise
+    if error is not None:
+        raise error
+
+
+class _SessionOfThread:
+    """A session for use in a thread: its `finish` runs in the thread of the event loop."""
+
+    def __init__(self, session: AgentSession, loop: asyncio.AbstractEventLoop) -> None:
+        self.base_url, self.key = session.base_url, session.key
+        self._session, self._loop = session, loop
+
+    def finish(self, *arguments: Any, **named: Any) -> None:
+        """Call the session's `finish` in the event loop; raises its errors."""
+
+        async def finish() -> None:
+            self._session.finish(*arguments, **named)
+
+        asyncio.run_coroutine_threadsafe(finish(), self._loop).result(FINISH_SECONDS)

@@ -13,7 +13,7 @@ import xxhash
 from service.observe.measure import measure_ended
 from service.observe.metrics import Metrics
 from service.observe.recorder import Trace
-from service.rollout.agent_loop import Played, run_trajectory
+from service.rollout.agent_loop import TrajectoryResult, run_trajectory
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.chat.frozen import FrozenModels
 from service.rollout.engine import Engine
@@ -42,7 +42,9 @@ class AgentPlayer(Protocol):
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
         """Prepare to continue a trajectory that an earlier process began; returns False if that is impossible."""
 
-    async def play(self, trajectory: TrajectoryId, task: Task, guard: EnvGuard, seed: int, sink: StepSink) -> Played:
+    async def play(
+        self, trajectory: TrajectoryId, task: Task, guard: EnvGuard, seed: int, sink: StepSink
+    ) -> TrajectoryResult:
         """Play one trajectory with the agent in `guard`."""
 
     def measure(self, metrics: Metrics) -> None:
@@ -140,7 +142,7 @@ class Player:
         if self.agents is not None:
             await self.agents.close()
 
-    async def _play(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> Played:
+    async def _play(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> TrajectoryResult:
         self.leaked.check()
         own = deepcopy(task)  # trajectories share the row
         number = xxhash.xxh3_64_intdigest(f"{self._settings.seed}/{seed}".encode()) & 0x7FFFFFFF

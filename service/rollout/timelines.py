@@ -33,7 +33,7 @@ PARTS = ("queue", "prefill", "decode", "pause", ENVIRONMENT, "other")
 `decode`."""
 
 
-class Call(NamedTuple):
+class TimedCall(NamedTuple):
     """A call of the engine or of the environment, with times of the monotonic clock."""
 
     began: float
@@ -50,13 +50,13 @@ class Timeline:
         """`row`: the number of its row in the timeline; None: it is not in the sample."""
         self.trajectory, self.env, self.row, self.began = trajectory, env, row, time.monotonic()
         self.ended, self.reason = self.began, ""
-        self.calls: list[Call] = []
+        self.calls: list[TimedCall] = []
         """The calls that have returned; empty if the trajectory is not in the sample."""
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.tools: list[tuple[str, float]] = []
         """(tool, seconds) of each call of the environment."""
 
-    def add(self, call: Call, parts: dict[str, float]) -> None:
+    def add(self, call: TimedCall, parts: dict[str, float]) -> None:
         """Record a call that has returned. `parts`: for each of `PARTS`, the seconds that the call adds to it."""
         for part, taken in parts.items():
             self.seconds[part] += taken
@@ -123,7 +123,7 @@ class Timelines:
         parts = {part: taken for part, taken in generation.seconds.items() if taken > 0}
         detail = {part: round(taken, 6) for part, taken in parts.items()} | {"tokens": len(generation.token_ids)}
         decode = max(0.0, now - began - sum(parts.values()))
-        line.add(Call(began, now, "", detail), parts | {"decode": decode})
+        line.add(TimedCall(began, now, "", detail), parts | {"decode": decode})
 
     def answered(self, trajectory: TrajectoryId, tool: str, began: float) -> None:
         """Record a call of the environment that has returned. `tool`: the tool that was called, or the called method;
@@ -131,7 +131,7 @@ class Timelines:
         if (line := self._open.get(str(trajectory))) is not None:
             now = time.monotonic()
             line.tools.append((tool, now - began))
-            line.add(Call(began, now, tool, {}), {ENVIRONMENT: now - began})
+            line.add(TimedCall(began, now, tool, {}), {ENVIRONMENT: now - began})
 
     def ended(self, line: Timeline, reason: str) -> None:
         """Record that a trajectory has ended. `reason`: why it ended."""
@@ -168,7 +168,7 @@ class TimedEngine:
         self._engine, self._timelines = engine, timelines
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
-        """Call the engine's `generate`, and record how long the call took."""
+        """TimedCall the engine's `generate`, and record how long the call took."""
         began = time.monotonic()
         generation = await self._engine.generate(prompt_ids, sampling, request_id)
         self._timelines.generated(request_id, began, generation)

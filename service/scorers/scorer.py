@@ -11,9 +11,8 @@ from service.handoff.steps.wire import accepted_group
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.environment import Task
 from service.scorers.reply import Logprobs, encode_answer
-from service.scorers.scored_trajectories import trajectories_of
 from service.scorers.teacher import TeacherAddress, check_tokenizers, taught
-from service.scorers.user import UserScorer
+from service.scorers.user import UserScorer, trajectories_of
 
 
 class Scorer:

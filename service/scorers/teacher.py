@@ -23,7 +23,7 @@ from service.config.rollout import ScorerConfig
 from service.errors import UserError
 from service.handoff.prefixes.merge import merge_in_order
 from service.handoff.steps.tables import in_order
-from service.rollout.chat.outside import key_header, whole_body
+from service.rollout.chat.frozen import key_header, whole_body
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.scorers.reply import MAX_REPLY_BYTES, Failure, Logprobs, ScorerFailed
 from service.types import Float32s, Steps

@@ -1,19 +1,95 @@
-"""Scorers written by users: a function or a class in one of their modules."""
+"""Scorers written by users: a function or a class in one of their modules, and the trajectories that it gets."""
 
 from __future__ import annotations
 
 import asyncio
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 from service.config.rollout import ScorerConfig
 from service.errors import ConfigError
 from service.handoff.scoring import Answer
+from service.handoff.steps.tables import end_objects, step_objects
+from service.handoff.steps.values import roles_from
+from service.rollout.environment import Task
 from service.scorers.reply import Failure, ScorerFailed, answer_of
-from service.scorers.scored_trajectories import Trajectory
-from service.user_code import enter_user_folder, import_user_module
+from service.types import StepGroup
+from service.user_code import enter_user_folder, import_object
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One call of the policy in a trajectory, as a scorer gets it."""
+
+    prompt: str
+    """The new part of the prompt. In the first turn this is the whole prompt; in later turns, the text that follows the
+    tokens of an earlier turn."""
+    response: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    reward: float
+    """The environment's reward of the turn, including rewards that it gave the turn later."""
+    stop_reason: str
+    role: str
+    """The role of the turn: `main` unless the configuration names `roles`, or an agent has conversations with other
+    roles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One trajectory of a group, as a scorer that gives rewards gets it."""
+
+    uid: str
+    """The unique id of the prompt in the dataset."""
+    sample: int
+    task: Mapping[str, Any]
+    """The row of the dataset: prompt, reward_spec, extra_info, ..."""
+    turns: Sequence[Turn]
+    reward: float
+    """The environment's reward at the end of the trajectory."""
+    stop_reason: str
+    transcript: str
+    """The output of an agent's run."""
+
+    @property
+    def text(self) -> str:
+        """The texts of all turns, in order."""
+        return "".join(turn.prompt + turn.response for turn in self.turns)
+
+
+def trajectories_of(
+    group: StepGroup, task: Task, decode: Callable[[Sequence[int]], str], named: Sequence[str] = ()
+) -> list[Trajectory]:
+    """The trajectories of a group, in the order of the samples.
+
+    `decode` turns token ids into text with special tokens; `named`: the roles that the configuration names.
+    """
+    row, turns, ends = asdict(task), dict[int, list[Turn]](), end_objects(group.ends)
+    roles = {end.trajectory: roles_from(end.roles, end.n_steps, named) for end in ends}
+    later = {end.trajectory: end.rewards for end in ends if end.rewards}
+    for step in sorted(step_objects(group.steps), key=lambda step: step.index):
+        prompt: list[int] = step.prompt_ids.tolist()
+        response: list[int] = step.response_ids.tolist()
+        of, index = step.trajectory, step.index
+        reward = float(np.sum(step.reward)) + (later[of][index] if of in later else 0.0)
+        turn = Turn(decode(prompt), decode(response), prompt, response, reward, step.stop_reason, roles[of][index])
+        turns.setdefault(step.trajectory.sample, []).append(turn)
+    return [
+        Trajectory(
+            end.prompt_uid,
+            end.trajectory.sample,
+            row,
+            turns.get(end.trajectory.sample, []),
+            end.reward,
+            end.stop_reason,
+            end.transcript.decode(errors="replace"),
+        )
+        for end in ends
+    ]
 
 
 def imported(name: str, settings: ScorerConfig) -> Callable[..., Any]:
@@ -23,19 +99,12 @@ def imported(name: str, settings: ScorerConfig) -> Callable[..., Any]:
         ConfigError: the module has no such function or class, the import failed, or the function or class does not take
             the options.
     """
-    module, _, attribute = (settings.use or "").partition(":")
     method = "logprobs" if settings.kind == "teacher" else "score"
     enter_user_folder()
-    try:
-        own = import_user_module(module)
-    except Exception as error:  # a user's module may raise anything
-        raise ConfigError(f"scorers.{name}.use: {settings.use}: {type(error).__name__}: {error}") from error
-    found: Any = getattr(own, attribute, None)
+    _, found = import_object(f"scorers.{name}.use", settings.use or "")
     if not callable(getattr(found, method, None) if isinstance(found, type) else found):
-        near = [] if found is not None else difflib.get_close_matches(attribute, dir(own), n=1)
-        hint = f"; did you mean {module}:{near[0]}?" if near else ""
         what = f"is no function, and no class with a method {method}"
-        raise ConfigError(f"scorers.{name}.use: {settings.use} {what}{hint}")
+        raise ConfigError(f"scorers.{name}.use: {settings.use} {what}")
     if settings.options and not isinstance(found, type):
         raise ConfigError(f"scorers.{name}.options: are for a class, but {settings.use} is a function; leave them out")
     if isinstance(found, type):

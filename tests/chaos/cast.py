@@ -41,7 +41,7 @@ from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.state import State
 from service.handoff.steps.wire import decode, decode_mini_batch
 from service.handoff.verbs import Assignment, Receipt, WaitReason
-from service.scorers.scored_trajectories import Trajectory
+from service.scorers.user import Trajectory
 from service.types import (
     Extension,
     Int32s,

@@ -12,15 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import aiohttp
 import msgspec
 
 from service.backoff import Backoff, retried
 from service.config.rollout import RoleConfig
+from service.errors import UserError
 from service.handoff.steps.values import StopReason
 from service.observe.metrics import Metrics
-from service.rollout.chat.outside import key_header, whole_body
 from service.rollout.engine import Sampling
 from service.rollout.environment import Message, TrajectoryFailed
 
@@ -128,3 +129,30 @@ def _text(role: str, status: int, answer: bytes | None) -> str:
         said = f"roles.{role} answered without a text, but with status {status} and {what}"
         raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, said)
     return text
+
+
+def key_header(setting: str, file: Path | None) -> dict[str, str]:
+    """The HTTP headers with the key that is read from a file; no headers without a file.
+
+    Raises:
+        UserError: the file cannot be read, or contains no key.
+    """
+    if file is None:
+        return {}
+    try:
+        key = file.read_text("ascii").strip()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{setting}: {file} cannot be read as text of ASCII: {error}") from error
+    if not key or not key.isprintable():
+        raise UserError(f"{setting}: {file} holds no key; a key is one line of printable characters")
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def whole_body(response: aiohttp.ClientResponse, most_bytes: int) -> bytes | None:
+    """The whole body of a response; None if it has more than `most_bytes` bytes."""
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > most_bytes:
+            return None
+    return bytes(body)

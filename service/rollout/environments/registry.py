@@ -20,7 +20,7 @@ import numpy as np
 from service.config.agent_command import AGENT
 from service.errors import UserError
 from service.rollout.environment import Environment, Message
-from service.user_code import enter_user_folder, import_user_module, user_folder
+from service.user_code import enter_user_folder, import_object, import_user_module
 
 Options = Mapping[str, str | int | float | bool]
 
@@ -65,13 +65,7 @@ def environment_class(name: str, trusted_modules: Sequence[str] = ()) -> Callabl
     Raises:
         UserError: there is no such environment.
     """
-    module_name, _, attribute = _path(name, trusted_modules).partition(":")
-    module = _module(module_name, name)
-    make: Callable[..., Environment] | None = getattr(module, attribute, None)
-    if make is None:
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
-        raise UserError(f"env.name: the environment {name!r} cannot be loaded, {module_name} has no {attribute}{hint}")
+    make: Callable[..., Environment] = _loaded(name, trusted_modules)[1]
     return make
 
 
@@ -103,14 +97,10 @@ def _path(name: str, trusted_modules: Sequence[str]) -> str:
     return paths[name]
 
 
-def _module(module_name: str, name: str) -> ModuleType:
-    try:
-        return import_user_module(module_name) if ":" in name else import_module(module_name)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything on import
-        raise UserError(
-            f"env.name: the environment {name!r} cannot be loaded, importing {module_name} failed: "
-            f"{type(error).__name__}: {error} (modules are looked up among installed packages and in {user_folder()})"
-        ) from error
+def _loaded(name: str, trusted_modules: Sequence[str]) -> tuple[ModuleType, Any]:
+    """The module and the class of an environment."""
+    path = _path(name, trusted_modules)
+    return import_object("env.name", path, import_user_module if path == name else import_module)
 
 
 SyntheticFunction = Literal["rows", "vocabulary", "demonstrations"]
@@ -143,7 +133,7 @@ def synthetic_data(
     """
     if name == AGENT:
         raise UserError(f"env.name: {AGENT!r} runs a command, which makes no {needed}; give data.train and model.path")
-    data: Any = _module(_path(name, trusted_modules).partition(":")[0], name)
+    data: Any = _loaded(name, trusted_modules)[0]
     if not callable(getattr(data, needed, None)):
         raise UserError(
             f"env.name: {name!r} makes no {needed}: its module has no function `{needed}`; write it "

@@ -1,14 +1,15 @@
-"""Reads conversations for `baton sft` from JSONL or parquet: one conversation per row, in the column `messages`.
+"""Supervised rows of conversations: of `baton sft`, from JSONL or parquet, and of the warm start. The tokens are those
+that the agent loop would have built; the loss mask is True for the texts of the assistant and their end tokens.
 
     {"messages": [{"role": "user", "content": "2 + 3 ?"}, {"role": "assistant", "content": "5"}]}
 
-All messages of the assistant are learned, each with the end token of its turn. Other columns of a row are not read.
-Other fields of a message than role and content must be null, because they would change what is learned.
+Other columns of a row are not read. Other fields of a message than role and content must be null, because they would
+change what is learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,23 +19,23 @@ import numpy as np
 
 from service.errors import UserError
 from service.rollout.chat.chat import Chat
-from service.rollout.chat.conversation import Mode
+from service.rollout.chat.conversation import Conversation, Mode, generation_of
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.environment import Message
 from service.rollout.prompts.dataset import read_rows
-from service.rollout.prompts.loss_mask import rows_with_loss_mask
-from service.types import SupervisedRow
+from service.types import Int32s, SupervisedRow
 
 FORM = 'a row is {"messages": [{"role": "system, user, assistant or tool", "content": "a text"}, ...]}'
+EMPTY = SupervisedRow(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_))
 
 
-class _Message(msgspec.Struct, forbid_unknown_fields=True):
+class _LearnedMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str
 
 
-class _Conversation(msgspec.Struct):
-    messages: Annotated[list[_Message], msgspec.Meta(min_length=2)]
+class _ConversationRow(msgspec.Struct):
+    messages: Annotated[list[_LearnedMessage], msgspec.Meta(min_length=2)]
     tools: None = None
 
 
@@ -78,7 +79,7 @@ def _messages(columns: Any) -> list[Message]:
     if isinstance(given, Sequence) and all(isinstance(message, dict) for message in given):
         columns |= {"messages": [{key: of for key, of in one.items() if of is not None} for one in given]}
     try:
-        row = msgspec.convert(columns, _Conversation)
+        row = msgspec.convert(columns, _ConversationRow)
     except msgspec.ValidationError as error:
         raise ValueError(f"{error}; {FORM}") from error
     roles = [message.role for message in row.messages]
@@ -87,3 +88,39 @@ def _messages(columns: Any) -> list[Message]:
     if roles[0] == "assistant" or ("assistant", "assistant") in pairwise(roles):
         raise ValueError("each message of the assistant must follow a message of another role")
     return [Message(role=message.role, content=message.content) for message in row.messages]
+
+
+def rows_with_loss_mask(chat: Chat, mode: Mode, conversations: Sequence[Sequence[Message]]) -> list[SupervisedRow]:
+    """The supervised rows of all conversations, in order. A conversation gives one row, or several rows if the prompt
+    of one of its turns rewrites the history."""
+    return [row for messages in conversations for row in _rows(chat, mode, list(_turns(messages)))]
+
+
+def _turns(messages: Sequence[Message]) -> Iterator[tuple[list[Message], str]]:
+    """Each text of the assistant, with the messages before it."""
+    before: list[Message] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            yield before, message["content"]
+            before = []
+        else:
+            before.append(message)
+
+
+def _rows(chat: Chat, mode: Mode, turns: Sequence[tuple[list[Message], str]]) -> Iterator[SupervisedRow]:
+    conversation, row = Conversation(mode, chat), EMPTY
+    for number, (messages, text) in enumerate(turns, start=1):
+        prompt = conversation.prompt(messages)
+        length = len(row.token_ids)
+        if prompt.whole and not np.array_equal(prompt.token_ids[:length], row.token_ids):
+            yield row
+            row, length = EMPTY, 0
+        prompt_ids = prompt.token_ids[length:] if prompt.whole else prompt.token_ids
+        response = conversation.close(text, generation_of(text, chat), last=number == len(turns))
+        row = _with(_with(row, prompt_ids, trained=False), response.token_ids, trained=True)
+    yield row
+
+
+def _with(row: SupervisedRow, token_ids: Int32s, trained: bool) -> SupervisedRow:
+    mask = np.full(len(token_ids), trained, dtype=np.bool_)
+    return SupervisedRow(np.concatenate([row.token_ids, token_ids]), np.concatenate([row.loss_mask, mask]))

@@ -138,7 +138,7 @@ def _read_jsonl(path: Path) -> list[Any]:
     return rows
 
 
-class _Columns(msgspec.Struct):
+class _RowColumns(msgspec.Struct):
     """The columns that Baton reads; other columns are added to `extra_info`."""
 
     prompt: str | list[Message]
@@ -169,7 +169,7 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path) -> Task:
         except (ValueError, RecursionError) as error:
             raise _error(path, number, "tools", f"no JSON: {error}") from error
     try:
-        row = msgspec.convert(plain, _Columns)
+        row = msgspec.convert(plain, _RowColumns)
     except msgspec.ValidationError as error:
         problem, _, place = str(error).rstrip("`").partition(" - at `$.")
         column, _, inner = place.partition("[")
@@ -181,7 +181,7 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path) -> Task:
         prompt=(Message(role="user", content=row.prompt),) if isinstance(row.prompt, str) else tuple(row.prompt),
         env_class=row.env_class or "",
         reward_spec=row.reward_spec or row.reward_model or {},
-        extra_info={name: of for name, of in plain.items() if name not in _Columns.__struct_fields__}
+        extra_info={name: of for name, of in plain.items() if name not in _RowColumns.__struct_fields__}
         | (row.extra_info or {}),
         tools=tuple(row.tools or ()),
         temperature=row.temperature,

@@ -15,7 +15,7 @@ from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import load_tasks
-from service.rollout.prompts.mixture import train_file
+from service.rollout.prompts.files import train_file
 
 LOOKED_AT = 200
 """Maximum number of rows whose prompts are checked."""

@@ -31,10 +31,9 @@ from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.check_inputs import check_environments
 from service.rollout.environment import Task
 from service.rollout.environments.registry import synthetic_data
-from service.rollout.prompts.conversations import conversation_rows, unknown_note
+from service.rollout.prompts.conversations import conversation_rows, rows_with_loss_mask, unknown_note
 from service.rollout.prompts.dataset import load_tasks
-from service.rollout.prompts.loss_mask import rows_with_loss_mask
-from service.rollout.prompts.mixture import eval_files
+from service.rollout.prompts.files import eval_files
 from service.run.checkpoints import TRAINER, Manifest
 from service.run.folder import DATA
 from service.run.phases import say

@@ -37,8 +37,8 @@ from service.observe.loop_watch import BLOCKED_SECONDS, LoopWatch
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.check_inputs import check_inputs
+from service.rollout.env_guard import call_agent
 from service.rollout.environment import AgentSession, Task
-from service.rollout.in_thread import played
 from service.rollout.prompts.dataset import load_tasks, write_rows
 from service.rollout.step_sinks import StepColumns
 from service.types import Sender, Step, TrajectoryEnd, TrajectoryId
@@ -406,7 +406,7 @@ class WaitsInAThread:
 async def test_a_cancelled_thread_is_waited_for_until_it_returns_or_is_cancelled_again(tasks: list[Task]) -> None:
     for times in (1, 2):
         agent, session = WaitsInAThread(), SimpleNamespace(base_url="", key="")
-        playing = asyncio.ensure_future(played(agent.play, session, tasks[0], 0))  # type: ignore[arg-type]
+        playing = asyncio.ensure_future(call_agent(agent.play, session, tasks[0], 0))  # type: ignore[arg-type]
         for _ in range(times):
             assert not (await asyncio.wait([playing], timeout=0.1))[0]
             playing.cancel()

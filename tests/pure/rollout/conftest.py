@@ -12,7 +12,7 @@ from aiohttp import web
 
 from baton.examples import lookup
 from service.handoff.steps.tables import step_objects
-from service.rollout.agent_loop import Played, run_trajectory
+from service.rollout.agent_loop import TrajectoryResult, run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Generation, Sampling
@@ -113,7 +113,7 @@ async def play(
     engine: ScriptedEngine | str,
     environment: Environment,
     task: Task = QUESTION,
-    observe: Callable[[Played], None] | None = None,
+    observe: Callable[[TrajectoryResult], None] | None = None,
     leaked: LeakedTasks | None = None,
     seed: int = 0,
     **changed: object,

@@ -70,24 +70,15 @@ class ReadsStdin(Echo):
         return await super().step(subprocess.run(["cat"], capture_output=True, text=True, check=True).stdout)
 
 
-class Abandons(Echo):
-    """Starts another process, writes its number down, and dies at its first step."""
-
-    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        with open(self.suffix, "w") as file:
-            file.write(str(subprocess.Popen(["sleep", "600"]).pid))
-        return task.prompt
-
-    async def step(self, text: str) -> StepResult:
-        os._exit(3)
-
-
-class Detaches(Abandons):
-    """Starts its process in a session of its own, which outlives the process between them."""
+class Detaches(Echo):
+    """Starts a process in a session of its own, which outlives the process between them, and dies at its first step."""
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         subprocess.run(["sh", "-c", f"setsid sleep 600 > /dev/null & echo $! > {self.suffix}"], check=True)
         return task.prompt
+
+    async def step(self, text: str) -> StepResult:
+        os._exit(3)
 
 
 class KeepsTheInterpreter(Detaches):
@@ -132,11 +123,6 @@ class Spends(Echo):
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         task.prompt[0]["content"] += f" {task.extra_info.pop('secret')}"  # type: ignore[attr-defined]
         return task.prompt
-
-
-class Nan(Echo):
-    async def step(self, text: str) -> StepResult:
-        return (await super().step(text))._replace(reward=float("nan"))
 
 
 class Unmakeable(Echo):

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from baton.examples import lookup
-from baton.examples.lookup import Lookup
 from service.columns import digest, widened
 from service.config.rollout import EnvConfig, GeneratorConfig
 from service.handoff.steps.values import MAX_REWARD
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Generation, Sampling
-from service.rollout.environment import Message, StepResult, Task
+from service.rollout.environment import Message, StepResult
 from service.rollout.limits import AgentLimits, PlaySettings
 from service.types import NO_VERSION, ROUTE_NATIVELY
 from tests.pure.rollout.conftest import (
@@ -29,11 +29,6 @@ from tests.pure.rollout.conftest import (
     told,
     whole_prompts,
 )
-
-
-def lookup_task(seed: int) -> Task:
-    (row,) = lookup.rows(1, seed)
-    return Task(row["uid"], tuple(row["prompt"]), row["env_class"], row["reward_spec"], row["extra_info"])
 
 
 def optimal(words: list[str]) -> str:
@@ -50,56 +45,6 @@ def optimal(words: list[str]) -> str:
     return f"look {told_words[-1] if two_hops else entity} {attribute}"
 
 
-@pytest.mark.parametrize("seed", range(12))
-async def test_a_policy_that_reads_before_it_answers_reaches_reward_one(chat: Chat, seed: int) -> None:
-    task = lookup_task(seed)
-    hops = lookup.puzzle(task.extra_info["seed"]).hops
-    steps, end = await play(chat, ScriptedEngine(chat, optimal), Lookup(), task)
-    assert (end.reward, end.stop_reason, end.n_steps) == (1.0, "stop", hops + 1)
-    assert [step.reward for step in steps] == [0.0] * hops + [1.0]
-
-
-async def test_every_prompt_is_exactly_the_previous_prompt_and_response_and_then_what_is_new(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: "look fox age")
-    steps, _ = await play(chat, engine, ScriptedEnvironment([told("17"), told("none"), told("owl", 1.0, True)]))
-    assert whole_prompts(steps) == engine.prompts
-    for before, after in itertools.pairwise(steps):
-        whole = [*engine.prompts[before.index], *before.response_ids.tolist()]
-        assert engine.prompts[after.index][: len(whole)] == whole
-        assert after.extends is not None
-        assert (after.extends.step, after.extends.length) == (before.index, len(whole))
-        assert after.extends.digest == digest(np.asarray(whole, dtype=np.int32))
-
-
-async def test_an_append_only_prompt_reads_like_the_template_of_the_whole_conversation(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: "look fox age")
-    await play(chat, engine, ScriptedEnvironment([told("17"), told("owl", 1.0, True)]))
-    rendered = chat.prompt(
-        [*QUESTION.prompt, Message(role="assistant", content="look fox age"), Message(role="user", content="17")]
-    )
-    assert engine.prompts[1] == rendered.tolist()
-
-
-async def test_a_turn_whose_prompt_outgrows_the_limit_ends_the_trajectory_without_a_step(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: "look fox age")
-    # The first prompt and response fit, and so does what both make together: only with the observation it is too long.
-    first = len(chat.prompt(QUESTION.prompt)) + 4
-    limit = first + 3
-    environment = ScriptedEnvironment([told("17 17 17 17 17", reward=0.25), told("never reached")])
-    steps, end = await play(chat, engine, environment, max_input_length=limit)
-    assert (len(steps), end.n_steps, end.stop_reason, end.reward) == (1, 1, "length", 0.25)
-    assert max(map(len, engine.prompts)) <= limit
-    assert environment.closed == 1
-
-
-async def test_a_prompt_of_exactly_the_limit_is_still_answered_and_a_longer_one_leaves_only_the_end(chat: Chat) -> None:
-    limit = len(chat.prompt(QUESTION.prompt))
-    steps, end = await play(chat, "look fox age", ScriptedEnvironment([told("17")]), max_input_length=limit)
-    assert (len(steps), end.stop_reason) == (1, "length")
-    steps, end = await play(chat, "look fox age", ScriptedEnvironment([]), max_input_length=limit - 1)
-    assert (steps, end.n_steps, end.stop_reason) == ([], 0, "length")
-
-
 async def test_an_appended_end_stays_in_the_ids_and_carries_no_loss(chat: Chat) -> None:
     engine = ScriptedEngine(chat, lambda words: generated(chat.encode("look fox age").tolist(), sampled_end=False))
     steps, _ = await play(chat, engine, ScriptedEnvironment([told("17"), told("owl", 1.0, True)]))
@@ -111,39 +56,6 @@ async def test_an_appended_end_stays_in_the_ids_and_carries_no_loss(chat: Chat) 
         assert step.versions.tolist() == [VERSION, VERSION, VERSION, NO_VERSION]
     assert whole_prompts(steps) == engine.prompts
     assert engine.prompts[1].count(chat.end_id) == 3  # of the question, of the response, of the observation
-
-
-@pytest.mark.parametrize("dtype", [np.int16, np.uint8])
-async def test_a_model_that_produced_no_token_leaves_an_appended_end_alone(chat: Chat, dtype: type[np.generic]) -> None:
-    empty = generated([], sampled_end=False)
-    experts = np.ones((len(chat.prompt(QUESTION.prompt)), 2, 1), dtype)
-    engine = ScriptedEngine(
-        chat,
-        lambda words: Generation(empty.token_ids, empty.logprobs, empty.versions, "stop", False, experts),
-    )
-    (step,), _ = await play(chat, engine, ScriptedEnvironment([told("x", 0.0, True)]))
-    assert (step.response_ids.tolist(), step.loss_mask.tolist()) == ([chat.end_id], [False])
-    assert step.routed_experts is not None
-    assert step.routed_experts[:-1].tolist() == experts.tolist()
-    assert step.routed_experts.dtype == dtype
-    assert widened(step.routed_experts)[-1].tolist() == [[ROUTE_NATIVELY], [ROUTE_NATIVELY]]
-
-
-async def test_routed_experts_of_an_extension_cover_the_tokens_that_it_carries(chat: Chat) -> None:
-    def script(words: list[str]) -> Generation:
-        said = generated([*chat.encode("look fox age").tolist(), chat.end_id])
-        # The engine records every token but the last; each token's expert is its position here.
-        recorded = np.arange(len(engine.prompts[-1]) + 3, dtype=np.int16).reshape(-1, 1, 1)
-        return Generation(said.token_ids, said.logprobs, said.versions, "stop", True, recorded)
-
-    engine = ScriptedEngine(chat, script)
-    steps, _ = await play(chat, engine, ScriptedEnvironment([told("17"), told("owl", 1.0, True)]))
-    start = 0
-    for step in steps:
-        stop = start + len(step.prompt_ids) + len(step.response_ids)
-        assert step.routed_experts is not None
-        assert step.routed_experts.ravel().tolist() == [*range(start, stop - 1), ROUTE_NATIVELY]
-        start = stop
 
 
 @pytest.mark.parametrize(
@@ -204,6 +116,8 @@ class Unspeakable(Exception):
         (told("17", 2 * MAX_REWARD, True), "environment_reward"),
         (StepResult([], "much", False), "environment_reward"),  # type: ignore[arg-type]
         (told("x" * 10_000_000), "environment_output"),
+        (told("17", 1.0, True)._replace(info=None), "stop"),
+        (told("17", 1.0, True)._replace(info={"tokens": 10**400, "right": np.bool_(True)}), "stop"),
         (StepResult([{"role": "user"}], 0.0, False), "environment_output"),  # type: ignore[list-item,typeddict-item]
         (StepResult(None, 0.0, False), "environment_output"),  # type: ignore[arg-type]
         ("17", "environment_error"),
@@ -220,47 +134,8 @@ async def test_an_environment_that_fails_costs_its_own_trajectory_with_the_reaso
 ) -> None:
     environment = ScriptedEnvironment([told("17", 0.5), result])
     steps, end = await play(chat, "look fox age", environment)
-    assert (len(steps), end.n_steps, end.stop_reason) == (1, 1, reason)
-    assert environment.closed == 1
-
-
-class Sleeper(ScriptedEnvironment):
-    async def step(self, text: str) -> StepResult:
-        await asyncio.Event().wait()
-        return told("never")
-
-
-async def test_an_environment_that_never_answers_is_given_up_at_its_deadline(chat: Chat) -> None:
-    environment = Sleeper([])
-    steps, end = await play(chat, "look fox age", environment, step_deadline=0.05)
-    assert (steps, end.stop_reason, environment.closed) == ([], "environment_timeout", 1)
-
-
-class Unclosable(ScriptedEnvironment):
-    async def close(self) -> None:
-        raise OSError("still open")
-
-
-async def test_a_finished_trajectory_survives_an_environment_that_does_not_close(chat: Chat) -> None:
-    steps, end = await play(chat, "answer 17", Unclosable([told("x", 1.0, True)]))
-    assert (len(steps), end.stop_reason, end.reward) == (1, "stop", 1.0)
-
-
-async def test_a_turn_that_the_engine_aborts_emits_no_step(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: generated([5, 6], stop_reason="abort", sampled_end=False))
-    steps, end = await play(chat, engine, ScriptedEnvironment([]))
-    assert (steps, end.stop_reason) == ([], "abort")
-
-
-class SilentEngine(ScriptedEngine):
-    async def generate(self, *args: object) -> Generation:
-        await asyncio.Event().wait()
-        return generated([])
-
-
-async def test_a_turn_that_the_engine_never_finishes_is_given_up_at_its_deadline(chat: Chat) -> None:
-    steps, end = await play(chat, SilentEngine(chat, lambda words: ""), ScriptedEnvironment([]), request_deadline=0.05)
-    assert (steps, end.stop_reason) == ([], "engine_timeout")
+    n_steps = 2 if reason == "stop" else 1
+    assert (len(steps), end.n_steps, end.stop_reason, environment.closed) == (n_steps, n_steps, reason, 1)
 
 
 async def test_an_engine_that_breaks_is_not_mistaken_for_a_bad_environment(chat: Chat) -> None:
@@ -279,30 +154,6 @@ def test_the_engine_is_asked_for_one_token_less_than_a_response_may_have(chat: C
     assert (sampling.max_tokens, sampling.stop_token_ids) == (7, (chat.end_id,))
 
 
-class Cancelled(ScriptedEnvironment):
-    """What it waits for is cancelled by somebody else."""
-
-    async def step(self, text: str) -> StepResult:
-        other = asyncio.ensure_future(asyncio.sleep(60))
-        other.cancel()
-        await other
-        return await super().step(text)
-
-
-async def test_an_environment_whose_own_work_is_cancelled_loses_its_trajectory_with_a_reason(chat: Chat) -> None:
-    steps, end = await play(chat, "look fox age", Cancelled([told("17")]))
-    assert (steps, end.stop_reason) == ([], "environment_error")
-
-
-@pytest.mark.parametrize("info", [None, {"tokens": 10**400, "right": np.bool_(True)}])
-async def test_facts_that_are_missing_or_too_large_for_a_float_cost_nothing(
-    chat: Chat, info: dict[str, float] | None
-) -> None:
-    environment = ScriptedEnvironment([told("17", 1.0, True)._replace(info=info)])  # type: ignore[arg-type]
-    steps, end = await play(chat, "look fox age", environment)
-    assert (len(steps), end.stop_reason, end.reward) == (1, "stop", 1.0)
-
-
 @pytest.mark.parametrize("mode", ["append", "rerender", "inline"])
 @pytest.mark.parametrize(
     ("result", "n_steps"),
@@ -317,3 +168,96 @@ async def test_messages_that_are_no_prompt_end_their_own_trajectory_also_after_i
 ) -> None:
     steps, end = await play(chat, "look fox age", ScriptedEnvironment([result]), conversation=mode)
     assert (len(steps), end.n_steps, end.stop_reason) == (n_steps, n_steps, "environment_output")
+
+
+async def test_every_prompt_is_exactly_the_previous_prompt_and_response_and_then_what_is_new(chat: Chat) -> None:
+    def script(words: list[str]) -> Generation:
+        said = generated([*chat.encode("look fox age").tolist(), chat.end_id])
+        # The engine records every token but the last; each token's expert is its position here.
+        recorded = np.arange(len(engine.prompts[-1]) + 3, dtype=np.int16).reshape(-1, 1, 1)
+        return replace(said, routed_experts=recorded)
+
+    engine, start = ScriptedEngine(chat, script), 0
+    steps, _ = await play(chat, engine, ScriptedEnvironment([told("17"), told("none"), told("owl", 1.0, True)]))
+    assert whole_prompts(steps) == engine.prompts
+    said = [Message(role="assistant", content="look fox age"), Message(role="user", content="17")]
+    assert engine.prompts[1] == chat.prompt([*QUESTION.prompt, *said]).tolist()
+    for before, after in itertools.pairwise(steps):
+        whole = [*engine.prompts[before.index], *before.response_ids.tolist()]
+        assert engine.prompts[after.index][: len(whole)] == whole
+        assert after.extends == (before.index, len(whole), digest(np.asarray(whole, dtype=np.int32)))
+    for step in steps:
+        stop = start + len(step.prompt_ids) + len(step.response_ids)
+        assert step.routed_experts is not None
+        assert step.routed_experts.ravel().tolist() == [*range(start, stop - 1), ROUTE_NATIVELY]
+        start = stop
+
+
+@pytest.mark.parametrize(
+    ("limit", "n_steps", "reward"),
+    [(11, 0, 0.0), (12, 1, 0.25), (18, 1, 0.25), (21, 1, 0.25), (22, 2, 1.0)],  # 12 tokens; 4 + 6 more in each turn
+)
+async def test_a_turn_whose_prompt_is_longer_than_the_limit_ends_the_trajectory_without_a_step(
+    chat: Chat, limit: int, n_steps: int, reward: float
+) -> None:
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    environment = ScriptedEnvironment([told("17", 0.25), told("x", 1.0, True)])
+    steps, end = await play(chat, engine, environment, max_input_length=limit)
+    assert (len(steps), end.n_steps, end.stop_reason) == (n_steps, n_steps, "stop" if n_steps == 2 else "length")
+    assert end.reward == reward and max(map(len, engine.prompts), default=0) <= limit and environment.closed == 1
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8])
+async def test_a_model_that_produced_no_token_leaves_an_appended_end_alone(chat: Chat, dtype: type[np.generic]) -> None:
+    experts = np.ones((len(chat.prompt(QUESTION.prompt)), 2, 1), dtype)
+    engine = ScriptedEngine(chat, lambda words: replace(generated([], sampled_end=False), routed_experts=experts))
+    (step,), _ = await play(chat, engine, ScriptedEnvironment([told("x", 0.0, True)]))
+    assert (step.response_ids.tolist(), step.loss_mask.tolist()) == ([chat.end_id], [False])
+    assert step.routed_experts is not None and step.routed_experts.dtype == dtype
+    assert step.routed_experts[:-1].tolist() == experts.tolist()
+    assert widened(step.routed_experts)[-1].tolist() == [[ROUTE_NATIVELY], [ROUTE_NATIVELY]]
+
+
+class Late(ScriptedEnvironment):
+    """Does not answer, waits for what somebody else cancels, or does not close."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__([told("17"), told("x", 1.0, True)])
+        self.how = how
+
+    async def step(self, text: str) -> StepResult:
+        other = asyncio.ensure_future(asyncio.Event().wait() if self.how == "silent" else asyncio.sleep(0))
+        if self.how == "cancelled":
+            other.cancel()
+        await other
+        return await super().step(text)
+
+    async def close(self) -> None:
+        await super().close()
+        if self.how == "open":
+            raise OSError("still open")
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("silent", "environment_timeout"), ("cancelled", "environment_error"), ("open", "stop")]
+)
+async def test_an_environment_that_is_late_costs_its_trajectory_and_one_that_does_not_close_nothing(
+    chat: Chat, how: str, reason: str
+) -> None:
+    environment = Late(how)
+    steps, end = await play(chat, "look fox age", environment, step_deadline=0.05 if how == "silent" else 60.0)
+    assert (len(steps), end.stop_reason, environment.closed) == (2 if how == "open" else 0, reason, 1)
+
+
+class SilentEngine(ScriptedEngine):
+    async def generate(self, *args: object) -> Generation:
+        await asyncio.Event().wait()
+        return generated([])
+
+
+async def test_a_turn_that_the_engine_aborts_or_never_finishes_gives_no_step(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: generated([5, 6], stop_reason="abort", sampled_end=False))
+    steps, end = await play(chat, engine, ScriptedEnvironment([]))
+    assert (steps, end.stop_reason) == ([], "abort")
+    steps, end = await play(chat, SilentEngine(chat, lambda words: ""), ScriptedEnvironment([]), request_deadline=0.05)
+    assert (steps, end.stop_reason) == ([], "engine_timeout")

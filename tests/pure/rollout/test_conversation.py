@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.rollout.agent_loop import Played
+from service.rollout.agent_loop import TrajectoryResult
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, StepResult
 from tests.pure.rollout.conftest import (
@@ -36,59 +36,6 @@ def stripping_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
     return templated(folder, STRIPS_WHAT_STANDS_BEFORE_NONE)
 
 
-@pytest.mark.parametrize("mode", ["append", "rerender"])
-async def test_a_history_that_the_template_leaves_alone_is_extended_in_either_mode(chat: Chat, mode: str) -> None:
-    engine = ScriptedEngine(chat, lambda words: "look fox age")
-    environment = ScriptedEnvironment([told("17"), told("none"), told("x", 1.0, True)])
-    steps, _ = await play(chat, engine, environment, conversation=mode)
-    assert [step.extends and step.extends.step for step in steps] == [None, 0, 1]
-    assert [len(step.prompt_ids) for step in steps] == [12, 6, 6]
-    assert whole_prompts(steps) == engine.prompts
-
-
-class Reuses(ScriptedEnvironment):
-    """Says everything in one message that it changes."""
-
-    message = Message(role="user", content="")
-
-    async def step(self, text: str) -> StepResult:
-        result = await super().step(text)
-        self.message["content"] = result.messages[0]["content"]
-        return result._replace(messages=[self.message])
-
-
-async def test_a_message_that_an_environment_uses_again_stays_in_the_history_as_it_was(chat: Chat) -> None:
-    environment = Reuses([told("17"), told("24"), told("x", 1.0, True)])
-    steps, _ = await play(chat, "look fox age", environment, conversation="rerender")
-    assert chat.text(np.asarray(whole_prompts(steps)[2])) == (
-        "user what is the age of fox ? assistant look fox age user 17 assistant look fox age user 24 assistant"
-    )
-
-
-async def test_a_history_that_the_template_rewrites_is_sent_from_where_it_changed(stripping_chat: Chat) -> None:
-    engine = ScriptedEngine(stripping_chat, lambda words: "what is none look fox age")
-    environment = ScriptedEnvironment([told("17"), told("24"), told("x", 1.0, True)])
-    steps, end = await play(stripping_chat, engine, environment, conversation="rerender")
-    assert [step.extends and step.extends[:2] for step in steps] == [None, (0, 12), (1, 22)]
-    assert whole_prompts(steps) == engine.prompts
-    assert stripping_chat.text(steps[2].prompt_ids) == "look fox age user 24 assistant"
-    assert environment.heard == ["what is none look fox age"] * 3
-    assert (end.n_steps, end.reward) == (3, 1.0)
-
-
-async def test_a_rewritten_prompt_is_measured_as_it_is_and_not_with_the_history_it_replaces(
-    stripping_chat: Chat,
-) -> None:
-    engine = ScriptedEngine(stripping_chat, lambda words: "what is none look fox")
-    environment = ScriptedEnvironment([told("17"), told("24"), told("x", 1.0, True)])
-    # Third prompt: 12 + 2 * (2 words + 1 end + 6 of the observation and the opening) = 30; unstripped it would be 36.
-    _, end = await play(stripping_chat, engine, environment, conversation="rerender", max_input_length=30)
-    assert (end.n_steps, end.stop_reason) == (3, "stop")
-    environment = ScriptedEnvironment([told("17"), told("24")])
-    _, end = await play(stripping_chat, engine, environment, conversation="rerender", max_input_length=29)
-    assert (end.n_steps, end.stop_reason) == (2, "length")
-
-
 async def test_inline_observations_stand_bare_between_responses_and_only_the_last_response_is_closed(
     chat: Chat,
 ) -> None:
@@ -102,20 +49,6 @@ async def test_inline_observations_stand_bare_between_responses_and_only_the_las
     assert whole_prompts(steps) == engine.prompts
     opening = chat.prompt(QUESTION.prompt).tolist()
     assert engine.prompts[2] == [*opening, *chat.encode("look fox age 17 look owl age 24").tolist()]
-
-
-async def test_an_inline_response_is_closed_at_the_last_turn_allowed_too(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: generated(chat.encode("look fox age").tolist(), sampled_end=False))
-    environment = ScriptedEnvironment([told("17"), told("24")])
-    steps, end = await play(chat, engine, environment, conversation="inline", max_turns=2)
-    assert [step.response_ids[-1] == chat.end_id for step in steps] == [False, True]
-    assert end.stop_reason == "max_turns"
-
-
-async def test_an_inline_turn_without_any_token_still_leaves_a_step(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: generated([], sampled_end=False))
-    steps, _ = await play(chat, engine, ScriptedEnvironment([told("17"), told("x", 0, True)]), conversation="inline")
-    assert [(step.response_ids.tolist(), step.loss_mask.tolist()) for step in steps] == [([chat.end_id], [False])] * 2
 
 
 @pytest.mark.parametrize("mode", ["append", "rerender", "inline"])
@@ -174,9 +107,60 @@ async def test_the_template_tells_the_policy_about_the_tools_of_a_task(tmp_path:
 async def test_a_finished_trajectory_has_the_sums_of_what_its_environment_returned_as_info(chat: Chat) -> None:
     first = StepResult([Message(role="user", content="17")], 0.25, False, {"searches": 1})
     last = StepResult([], 1.0, True, {"searches": 2, "right": 1})
-    seen: list[Played] = []
+    seen: list[TrajectoryResult] = []
     steps, end = await play(chat, "look fox age", ScriptedEnvironment([first, last]), observe=seen.append)
-    assert seen == [Played(end, {"searches": 3, "right": 1}, "")]
+    assert seen == [TrajectoryResult(end, {"searches": 3, "right": 1}, "")]
     tokens = np.concatenate([part for step in steps for part in (step.prompt_ids, step.response_ids)])
     assert chat.text(tokens) == "user what is the age of fox ? assistant look fox age user 17 assistant look fox age"
     assert [(step.reward, step.extends is None) for step in steps] == [(0.25, True), (1.0, False)]
+
+
+class Reuses(ScriptedEnvironment):
+    """Says everything in one message that it changes."""
+
+    message = Message(role="user", content="")
+
+    async def step(self, text: str) -> StepResult:
+        result = await super().step(text)
+        self.message["content"] = result.messages[0]["content"]
+        return result._replace(messages=[self.message])
+
+
+@pytest.mark.parametrize("mode", ["append", "rerender"])
+async def test_a_history_that_the_template_leaves_alone_is_extended_in_either_mode(chat: Chat, mode: str) -> None:
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    steps, _ = await play(chat, engine, Reuses([told("17"), told("24"), told("x", 1.0, True)]), conversation=mode)
+    assert [step.extends and step.extends.step for step in steps] == [None, 0, 1]
+    assert [len(step.prompt_ids) for step in steps] == [12, 6, 6]
+    assert whole_prompts(steps) == engine.prompts
+    assert chat.text(np.asarray(engine.prompts[2])) == (
+        "user what is the age of fox ? assistant look fox age user 17 assistant look fox age user 24 assistant"
+    )
+
+
+async def test_a_history_that_the_template_rewrites_is_sent_from_where_it_changed_and_measured_as_it_is(
+    stripping_chat: Chat,
+) -> None:
+    engine = ScriptedEngine(stripping_chat, lambda words: "what is none look fox age")
+    environment = ScriptedEnvironment(results := [told("17"), told("24"), told("x", 1.0, True)])
+    # Third prompt: 12 + 2 * (3 words + 1 end + 6 of the observation and the opening) = 32; unstripped it would be 38.
+    steps, end = await play(stripping_chat, engine, environment, conversation="rerender", max_input_length=32)
+    assert [step.extends and step.extends[:2] for step in steps] == [None, (0, 12), (1, 22)]
+    assert whole_prompts(steps) == engine.prompts
+    assert stripping_chat.text(steps[2].prompt_ids) == "look fox age user 24 assistant"
+    assert environment.heard == ["what is none look fox age"] * 3
+    assert (end.n_steps, end.reward, end.stop_reason) == (3, 1.0, "stop")
+    short = ScriptedEnvironment(results)
+    _, end = await play(stripping_chat, engine, short, conversation="rerender", max_input_length=31)
+    assert (end.n_steps, end.stop_reason) == (2, "length")
+
+
+@pytest.mark.parametrize("words", ["look fox age", ""])
+async def test_an_inline_response_is_closed_at_the_last_turn_allowed_and_where_it_has_no_token(
+    chat: Chat, words: str
+) -> None:
+    engine = ScriptedEngine(chat, lambda _: generated(chat.encode(words).tolist(), sampled_end=False))
+    environment = ScriptedEnvironment([told("17"), told("24")])
+    steps, end = await play(chat, engine, environment, conversation="inline", max_turns=2)
+    assert [step.response_ids[-1] == chat.end_id for step in steps] == [not words, True]
+    assert [step.loss_mask.sum() for step in steps] == [len(words.split())] * 2 and end.stop_reason == "max_turns"

@@ -18,7 +18,6 @@ from service.agents.message_form import read_messages
 from service.agents.reply_parser import JsonCalls, Reply
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tools import ToolCall
-from service.rollout.environment import StepResult
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, generated, play, told
 from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON, tokenizer_of
 
@@ -40,26 +39,11 @@ class Client:
     """A client that continues, repeats and rewrites its conversations at random; the policy's answers are scripted."""
 
     def __init__(self, chat: Chat, seed: int) -> None:
-        self.chat = chat
-        self.random = random.Random(seed)
-        names = count()
+        self.chat, self.random, names = chat, random.Random(seed), count()
         self.tree = ConversationTree(chat, JsonCalls(), lambda: f"n{next(names)}")
         self.sampled: dict[str, list[int]] = {}
         self.said: list[tuple[list[dict[str, Any]], Call]] = []
         """Conversations that end with the reply of a call."""
-
-    def turn(self) -> None:
-        kinds = (
-            self.begin,
-            self.go_on,
-            self.go_on,
-            self.go_on,
-            self.lose_a_reply,
-            self.ask_again,
-            self.edit,
-            self.forget,
-        )
-        (self.random.choice(kinds) if self.said else self.begin)()
 
     def begin(self) -> None:
         messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": self.words()}]
@@ -68,100 +52,62 @@ class Client:
         assert opened.prompt_ids.tolist() == self.chat.prompt(read_messages(as_read(messages)), TOOLS).tolist()
         self.sample(messages, opened)
 
-    def go_on(self) -> None:
-        """A call after an earlier one; two calls may continue the same one."""
+    def turn(self) -> None:
+        """A call after an earlier one, which another call may continue too, as clients send conversations back."""
+        if not self.said or self.random.random() < 0.15:
+            return self.begin()
         messages, before = self.random.choice(self.said)
         messages = self.unchanged_in_meaning(messages) + self.answers(before)
+        kind = self.random.choice(("continue", "continue", "repeat", "edit", "forget"))
+        echoed, parent, how = [before.name], before, "appended"
+        if kind == "edit":  # an answer that the policy never gave: no call has its tokens
+            answer = self.random.choice([message for message in messages if message["role"] == "assistant"])
+            answer["content"], echoed, parent, how = f"{answer['content'] or ''} edited", [], None, "rerendered"  # type: ignore[assignment]
+        elif kind == "forget":  # the newest answer is dropped: the call is a sibling of the one that gave it
+            messages = [*messages[: -len(self.answers(before)) - 1], {"role": "user", "content": self.words()}]
+            echoed, parent = [call.name for call in before.path() if call is not before], before.parent  # type: ignore[assignment]
+            how = "appended" if parent is not None else ""
         # What has no call and is not unique in its text is told apart by the name alone.
-        opened = self.tree.open(as_read(messages), TOOLS, echoed=[before.name])
-        assert (opened.parent, opened.how) == (before, "appended")
-        self.sample(messages, opened)
+        opened = self.tree.open(as_read(messages), TOOLS, echoed=echoed)
+        assert opened.parent is parent and how in (opened.how, "")
+        call = self.sample(messages, opened)
+        if kind == "repeat":  # after the delivery an equal request is another sample
+            again = self.sample(messages, self.tree.open(as_read(messages), TOOLS, echoed=echoed))
+            n = len(opened.prompt_ids)
+            assert again.parent is parent and again.token_ids()[:n].tolist() == call.token_ids()[:n].tolist()
 
-    def lose_a_reply(self) -> None:
-        """A reply that does not arrive: the same request gets the same call, and nothing is sampled."""
-        messages, before = self.random.choice(self.said)
-        messages = messages + self.answers(before)
-        body = json.dumps([messages, self.words()])
-        call = self.sample(messages, self.tree.open(as_read(messages), TOOLS), body, delivered=False)
-        assert self.tree.replayed(body) is call
-        call.delivered = True
-        assert self.tree.replayed(body) is None and self.tree.replayed(body, is_retry=True) is call
-
-    def ask_again(self) -> None:
-        """An equal request after the delivery is another sample; only ids tell which of two equal replies is meant."""
-        messages, before = self.random.choice(self.said)
-        messages = messages + self.answers(before)
-        first = self.tree.open(as_read(messages), TOOLS, echoed=[before.name])
-        text = self.reply()
-        calls = [
-            self.sample(messages, self.tree.open(as_read(messages), TOOLS, [before.name]), text=text) for _ in range(2)
-        ]
-        assert {call.parent for call in calls} == {first.parent}
-        assert all(call.token_ids()[: len(first.prompt_ids)].tolist() == first.prompt_ids.tolist() for call in calls)
-
-    def edit(self) -> None:
-        """An answer that the policy never gave: no call has its tokens."""
-        messages, before = self.random.choice(self.said)
-        messages = deepcopy(messages) + self.answers(before)
-        answer = self.random.choice([message for message in messages if message["role"] == "assistant"])
-        answer["content"] = f"{answer['content'] or ''} edited"
-        opened = self.tree.open(as_read(messages), TOOLS)
-        assert (opened.parent, opened.how) == (None, "rerendered")
-        self.sample(messages, opened)
-
-    def forget(self) -> None:
-        """The newest answer is dropped: the call is a sibling of the one that gave it."""
-        messages, before = self.random.choice(self.said)
-        messages = [*messages[:-1], {"role": "user", "content": self.words()}]
-        names = [call.name for call in before.path() if call is not before]
-        opened = self.tree.open(as_read(messages), TOOLS, echoed=names)
-        assert opened.parent is before.parent
-        self.sample(messages, opened)
-
-    def sample(
-        self,
-        messages: list[dict[str, Any]],
-        opened: PreparedCall,
-        body: str = "",
-        delivered: bool = True,
-        text: str = "",
-    ) -> Call:
+    def sample(self, messages: list[dict[str, Any]], opened: PreparedCall) -> Call:
         """The policy answers; it may be cut off, and its tokens are not those that a tokenizer would choose."""
-        text = text or self.reply()
-        ids = [token for letter in text for token in self.chat.plain(letter).tolist()]
+        ids = [token for letter in self.reply() for token in self.chat.plain(letter).tolist()]
         cut = self.random.random() < 0.2
         ids = ids[: self.random.randint(0, len(ids))] if cut else [*ids, self.chat.end_id]
+        body = json.dumps([messages, self.words(), len(self.said)])
         call = self.tree.add(opened, generated(ids, "length" if cut else "stop", sampled_end=not cut), body)
-        call.delivered = delivered
+        assert self.tree.replayed(body) is call, "its reply did not arrive, so the same request gets the same call"
+        call.delivered = True
+        assert self.tree.replayed(body) is None and self.tree.replayed(body, is_retry=True) is call
         self.sampled[call.name] = ids
         self.said.append(([*messages, call.message()], call))
         return call
 
     def reply(self) -> str:
         """Thinking, words, and no, good or malformed calls."""
-        kinds = ["", f"<think>{self.words()}</think>", self.words()]
-        calls = [
-            "",
-            '<tool_call>{"name": "search", "arguments": {"b": 1.0, "a": "é<|im_end|>"}}</tool_call>',
-            "<tool_call>",
-        ]
-        return f"{self.random.choice(kinds)}{self.words()}{''.join(self.random.choices(calls, k=2))}"
+        thinking = self.random.choice(["", f"<think>{self.words()}</think>", self.words()])
+        call = '<tool_call>{"name": "search", "arguments": {"b": 1.0, "a": "é<|im_end|>"}}</tool_call>'
+        return f"{thinking}{self.words()}{''.join(self.random.choices(['', call, '<tool_call>'], k=2))}"
 
     def words(self) -> str:
         return " ".join(self.random.choices(["fox", "owl", "17", FORGED, "\ue000", "é", "<|im_", "end|>"], k=3))
 
     def answers(self, call: Call) -> list[dict[str, Any]]:
-        """The messages after a reply: an answer to each call, or words of the user."""
-        said = [{"role": "tool", "tool_call_id": of, "content": self.content()} for of in call.ids]
-        return said or [{"role": "user", "content": self.content()}]
-
-    def content(self) -> Any:
-        words = self.words()
-        return (
-            words
-            if self.random.random() < 0.7
-            else [{"type": "text", "text": words[:5]}, {"type": "text", "text": words[5:]}]
-        )
+        """The messages after a reply: an answer to each call, or words of the user, as a text or in parts."""
+        said = [{"role": "tool", "tool_call_id": of} for of in call.ids] or [{"role": "user"}]
+        texts = [self.words() for _ in said]
+        parts = [[{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}] for text in texts]
+        return [
+            {**message, "content": text if self.random.random() < 0.7 else part}
+            for message, text, part in zip(said, texts, parts, strict=True)
+        ]
 
     def unchanged_in_meaning(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The same conversation as other clients send it back."""
@@ -172,10 +118,8 @@ class Client:
                 message.pop("reasoning_content", None)
                 message["content"] = f"{message['content']}\n" if message["content"] else None
             for call in message.get("tool_calls", []):
-                arguments = json.loads(call["function"]["arguments"])
-                call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())), indent=2).replace(
-                    "1.0", "1"
-                )
+                turned = json.dumps(dict(reversed(json.loads(call["function"]["arguments"]).items())), indent=2)
+                call["function"]["arguments"] = turned.replace("1.0", "1")
         return messages
 
 
@@ -201,18 +145,12 @@ def test_a_continuation_begins_with_its_parents_tokens_exactly_as_they_were_samp
     assert kinds == {"root", "appended", "rerendered"}
 
 
-async def sampled_by_an_environment(chat: Chat, replies: list[str], observations: list[str]) -> list[list[int]]:
-    engine = ScriptedEngine(chat, lambda words: replies[len(engine.prompts) - 1])
-    results: list[StepResult | BaseException] = [told(words) for words in observations]
-    await play(chat, engine, ScriptedEnvironment([*results, told("", done=True)]))
-    return engine.prompts
-
-
 async def test_messages_of_a_client_become_the_prompts_that_an_environment_gets(chat: Chat) -> None:
-    replies, observations = ["look fox age", "look owl age", "answer 17"], ["17", "24"]
-    prompts = await sampled_by_an_environment(chat, replies, observations)
+    replies, observations = ["look fox age", "look owl age", "answer 17"], ["17", "24", ""]
+    engine = ScriptedEngine(chat, lambda words: replies[len(engine.prompts) - 1])
+    await play(chat, engine, ScriptedEnvironment([told(words, done=not words) for words in observations]))
     tree, messages = ConversationTree(chat, JsonCalls()), [dict(QUESTION.prompt[0])]
-    for prompt, reply, told_next in zip(prompts, replies, [*observations, ""], strict=True):
+    for prompt, reply, told_next in zip(engine.prompts, replies, observations, strict=True):
         opened = tree.open(messages)
         assert opened.prompt_ids.tolist() == prompt
         call = tree.add(opened, generated([*chat.encode(reply).tolist(), chat.end_id]), body="")

@@ -15,7 +15,7 @@ from service.rollout.chat.chat import Chat
 from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Message, StepResult, Task
 from service.types import TrajectoryId
-from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, limits, play
+from tests.pure.rollout.conftest import QUESTION, limits, play
 
 
 class Stubborn:
@@ -51,10 +51,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env_guard, "RETURN_SECONDS", 0.05)
 
 
-def engine(chat: Chat) -> ScriptedEngine:
-    return ScriptedEngine(chat, lambda words: "look fox age")
-
-
 async def until_empty(leaked: LeakedTasks) -> None:
     async with asyncio.timeout(60):
         while len(leaked):
@@ -70,7 +66,7 @@ async def test_a_swallowed_cancellation_frees_the_trajectory_and_is_counted_unti
 ) -> None:
     environment, leaked = Stubborn(where, catch), LeakedTasks()
     async with asyncio.timeout(60):
-        _, end = await play(chat, engine(chat), environment, leaked=leaked, step_deadline=0.05)
+        _, end = await play(chat, "look fox age", environment, leaked=leaked, step_deadline=0.05)
     assert (end.stop_reason, len(leaked)) == (reason, 1)
     environment.let_go.set()
     await until_empty(leaked)
@@ -79,7 +75,7 @@ async def test_a_swallowed_cancellation_frees_the_trajectory_and_is_counted_unti
 
 async def test_a_cancelled_trajectory_ends_also_when_its_environment_swallows_that(chat: Chat) -> None:
     environment, leaked = Stubborn("step"), LeakedTasks()
-    playing = asyncio.ensure_future(play(chat, engine(chat), environment, leaked=leaked))
+    playing = asyncio.ensure_future(play(chat, "look fox age", environment, leaked=leaked))
     await environment.entered.wait()
     playing.cancel()
     done, _ = await asyncio.wait({playing}, timeout=60)
@@ -96,21 +92,19 @@ async def test_the_methods_of_an_episode_run_in_one_task_as_scopes_across_them_n
             self.did.append(method)
 
     environment = Notes("")
-    await play(chat, engine(chat), environment)
+    await play(chat, "look fox age", environment)
     assert (environment.did, len(tasks)) == (["reset", "step", "close"], 1)
 
 
 async def test_an_environment_that_cancels_its_own_task_loses_its_own_trajectory_only(chat: Chat) -> None:
     class CancelsItself(Stubborn):
         async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-            current = asyncio.current_task()
-            assert current is not None
-            current.cancel()
+            asyncio.current_task().cancel()  # type: ignore[union-attr]
             return task.prompt
 
     environment, leaked = CancelsItself(""), LeakedTasks()
     async with asyncio.timeout(60):
-        _, end = await play(chat, engine(chat), environment, QUESTION, leaked=leaked)
+        _, end = await play(chat, "look fox age", environment, QUESTION, leaked=leaked)
     assert (end.stop_reason, environment.did, len(leaked)) == ("environment_error", ["close"], 0)
 
 
@@ -121,7 +115,7 @@ async def test_beyond_the_bound_the_process_has_to_be_renewed_and_the_environmen
     environments, leaked = [Stubborn("step"), Stubborn("step")], LeakedTasks()
     for environment in environments:
         leaked.check()
-        await play(chat, engine(chat), environment, leaked=leaked, step_deadline=0.05)
+        await play(chat, "look fox age", environment, leaked=leaked, step_deadline=0.05)
     with pytest.raises(RunFailed, match=r"2 episodes did not return .*\(2 of scripted\).*CancelledError"):
         leaked.check()
     for environment in environments:
@@ -143,7 +137,7 @@ async def test_a_task_of_an_environment_that_exits_ends_its_own_trajectory_and_n
             await asyncio.gather(asyncio.sleep(0), exits())
             return StepResult((), 1.0, True)
 
-    _, end = await play(chat, engine(chat), StartsTasks(""))
+    _, end = await play(chat, "look fox age", StartsTasks(""))
     assert end.stop_reason == "environment_error"
 
 

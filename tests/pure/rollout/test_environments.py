@@ -16,13 +16,14 @@ import pytest
 from baton.examples import data, text_to_sql
 from baton.examples.lookup import Lookup
 from service.config import load_config
+from service.config.agent_command import AGENT
 from service.config.rollout import EnvConfig
 from service.environment_variables import USER_FOLDER
 from service.errors import UserError
 from service.rollout.check_inputs import check_environments, check_inputs
 from service.rollout.environment import Task
 from service.rollout.environments import registry as environments
-from service.rollout.environments.registry import make_environment
+from service.rollout.environments.registry import make_environment, synthetic_data
 from service.rollout.factory import Environments
 from service.rollout.isolation import IsolatedEnvironment
 from tests.pure.rollout.misbehaving import Echo
@@ -37,19 +38,28 @@ def task(env_class: str, uid: str = "p", **info: object) -> Task:
     return Task(uid, ({"role": "user", "content": "?"},), env_class, extra_info=info)
 
 
-def test_a_class_of_a_trusted_module_is_found_by_its_path() -> None:
-    assert type(make_environment(ECHO, {"suffix": "!"}, ["tests.pure"])).__name__ == "Echo"
-
-
 @pytest.mark.parametrize("trusted", [[], ["tests.pu"], ["tests.pure.rollout.misbehaving.deeper"]])
 def test_a_class_of_a_module_that_is_not_trusted_is_refused(trusted: list[str]) -> None:
     with pytest.raises(UserError, match=r"env\.trusted_modules does not name 'tests\.pure\.rollout\.misbehaving'"):
         make_environment(ECHO, {}, trusted)
 
 
-def test_a_class_that_a_trusted_module_lacks_is_named() -> None:
-    with pytest.raises(UserError, match=r"cannot be loaded.*Nobody"):
-        make_environment("tests.pure.rollout.misbehaving:Nobody", {}, ["tests"])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Nobody", r"cannot be loaded, .* has no Nobody"),
+        ("Eco", r"did you mean tests\.pure\.rollout\.misbehaving:Echo\?"),
+    ],
+)
+def test_a_class_that_a_trusted_module_lacks_is_named_with_what_is_near(name: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        make_environment(f"tests.pure.rollout.misbehaving:{name}", {}, ["tests"])
+
+
+@pytest.mark.parametrize("name", ["tests.pure.rollout.misbehaving:Echo", AGENT])
+def test_an_environment_that_makes_no_rows_says_what_to_give_instead(name: str) -> None:
+    with pytest.raises(UserError, match=r"makes no vocabulary.*give data\.train and model\.path"):
+        synthetic_data(name, ["tests"], needed="vocabulary")
 
 
 @pytest.fixture
@@ -78,13 +88,8 @@ def test_a_row_names_its_own_environment_and_each_gets_its_own_options() -> None
     made = Environments(config)
     assert isinstance(made.make(task("")), Lookup)
     echo = made.make(task(ECHO))
-    assert isinstance(echo, Echo)
-    assert echo.suffix == "!"
-
-
-def test_with_isolation_an_environment_is_made_in_a_process_of_its_own() -> None:
-    made = Environments(EnvConfig(isolation="process"))
-    assert isinstance(made.make(task("")), IsolatedEnvironment)
+    assert isinstance(echo, Echo) and echo.suffix == "!"
+    assert isinstance(Environments(EnvConfig(isolation="process")).make(task("")), IsolatedEnvironment)
 
 
 @pytest.mark.parametrize(
@@ -93,19 +98,16 @@ def test_with_isolation_an_environment_is_made_in_a_process_of_its_own() -> None
 async def test_no_more_episodes_with_a_process_are_open_at_once_than_processes_are_allowed(
     settings: dict[str, object], most: int
 ) -> None:
-    made = Environments(EnvConfig.model_validate({**settings, "max_processes": 2}))
-    inside, seen = 0, 0
+    made, seen = Environments(EnvConfig.model_validate({**settings, "max_processes": 2})), [0]
 
     async def episode() -> None:
-        nonlocal inside, seen
         async with made.room:
-            inside += 1
-            seen = max(seen, inside)
+            seen.append(seen[-1] + 1)
             await asyncio.sleep(0)
-            inside -= 1
+            seen.append(seen[-1] - 1)
 
     await asyncio.gather(*(episode() for _ in range(6)))
-    assert (inside, seen) == (0, most)
+    assert (seen[-1], max(seen)) == (0, most)
 
 
 def test_rows_that_need_an_unknown_environment_are_found_before_the_run() -> None:
@@ -158,9 +160,6 @@ def test_a_row_that_cannot_enter_a_process_is_named_before_the_run() -> None:
     check_environments(EnvConfig(), rows, MADE)
     with pytest.raises(UserError, match=r"^dataset made\.jsonl, row 1: it cannot be sent .* date is not JSON"):
         check_environments(EnvConfig(isolation="process"), rows, MADE)
-
-
-def test_options_of_the_configured_environment_are_checked_before_the_run() -> None:
     with pytest.raises(UserError, match=r"env\.options"):
         check_environments(EnvConfig(options={"colour": 1}, isolation="process"), [task("")], MADE)
 
@@ -186,16 +185,13 @@ async def test_an_environment_that_leaves_the_folder_takes_no_other_with_it(
 @pytest.mark.parametrize(
     ("score", "reason"),
     [
-        (
-            "tests.pure.agents.scores:anwered",
-            "has no function anwered; did you mean tests.pure.agents.scores:answered?",
-        ),
-        ("tests.pure.agents.nowhere:score", "importing tests.pure.agents.nowhere failed: ModuleNotFoundError"),
+        ("scores:anwered", "has no anwered; did you mean tests.pure.agents.scores:answered?"),
+        ("scores:__name__", "is no function"),
+        ("nowhere:score", "importing tests.pure.agents.nowhere failed: ModuleNotFoundError"),
     ],
 )
 def test_a_function_that_cannot_score_an_agent_is_refused_before_the_run(score: str, reason: str) -> None:
-    config = load_config(
-        [Path("configs/quickstart.yaml")], ["env.name=agent", "env.command=[sh]", f"env.score={score}"]
-    )
+    words = ["env.name=agent", "env.command=[sh]", f"env.score=tests.pure.agents.{score}"]
+    config = load_config([Path("configs/quickstart.yaml")], words)
     with pytest.raises(UserError, match=re.escape(reason)):
         check_inputs(config.env, config.data, 0, has_endpoint=True, functions=())

@@ -12,7 +12,7 @@ from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.environment import Message
-from service.rollout.prompts.loss_mask import rows_with_loss_mask
+from service.rollout.prompts.conversations import rows_with_loss_mask
 from service.types import SupervisedRow
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, generated, play, told
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from service.config.rollout import DataConfig, EnvConfig, MixturePart
 from service.errors import UserError
 from service.rollout.prompts.dataset import load_tasks, write_rows
-from service.rollout.prompts.mixture import eval_files, mixed_rows, train_file
+from service.rollout.prompts.files import eval_files, mixed_rows, train_file
 
 
 def part(folder: Path, name: str, n: int, weight: float = 1.0) -> MixturePart:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -32,7 +32,8 @@ from service.types import EvaluationId, Int32s, Step, TrajectoryEnd, TrajectoryI
 from tests.pure.rollout.conftest import ScriptedEngine
 from tests.pure.rollout.test_agent import optimal
 
-HERE = "tests.pure.rollout.test_player"
+HERE, BAD = "tests.pure.rollout.test_player", "tests.pure.rollout.misbehaving"
+QUESTION = Task("p-0", (Message(role="user", content="what is the age of fox ?"),), "")
 
 
 class Seeded:
@@ -45,10 +46,15 @@ class Seeded:
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
-        return StepResult((), 1.0, True)
+        return StepResult((), 1.0, True, {"right": 1.0})
 
     async def close(self) -> None:
         pass
+
+
+class Parses(Seeded):
+    async def step(self, text: str) -> StepResult:
+        return StepResult((), float(json.loads(text)), True)
 
 
 @pytest.fixture
@@ -65,12 +71,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def player(model: Path, env: EnvConfig) -> tuple[RunPlayer, ScriptedEngine]:
+def player(model: Path, name: str = f"{HERE}:Seeded", **env: Any) -> tuple[RunPlayer, ScriptedEngine]:
     engine = ScriptedEngine(Chat(load_tokenizer(model)), lambda words: "answer 17")
+    options = {"mood": "owl"} if "mood" in (model / "chat_template.jinja").read_text() else {}
     config = Config(
         run=RunConfig(seed=3),
-        env=env,
-        generator=GeneratorConfig(max_input_length=64, max_generate_length=8, temperature=0.9),
+        env=EnvConfig(name=name, trusted_modules=(HERE, BAD), **env),
+        generator=GeneratorConfig(
+            max_input_length=64, max_generate_length=8, temperature=0.9, chat_template_options=options
+        ),
     )
     return RunPlayer(config, model, engine), engine
 
@@ -80,43 +89,29 @@ def prompts(path: Path, n: int) -> Path:
     return path
 
 
-async def played(plays: RunPlayer, trajectory: TrajectoryId, task: Task) -> list[Step | TrajectoryEnd]:
+async def played(plays: RunPlayer, group_id: int, sample: int = 0, task: Task = QUESTION) -> list[Step | TrajectoryEnd]:
     columns = StepColumns()
-    end = await plays.play(trajectory, task, columns)
+    end = await plays.play(TrajectoryId(group_id, sample), task, columns)
     return [*step_objects(columns.steps()), end]
 
 
-SEEDED = EnvConfig(name=f"{HERE}:Seeded", trusted_modules=(HERE,))
-QUESTION = Task("p-0", (Message(role="user", content="what is the age of fox ?"),), "")
-
-
-async def test_the_samples_of_a_group_share_a_seed_and_every_group_id_has_its_own(
-    model: Path, seeds: list[tuple[str, int]]
-) -> None:
-    plays, _ = player(model, SEEDED)
-    for group_id, sample in ((0, 0), (0, 1), (1, 0)):
-        await played(plays, TrajectoryId(group_id, sample), QUESTION)
-    first, second, third = (seed for _, seed in seeds)
-    assert first == second != third
-
-
-async def test_an_evaluation_has_seeds_of_its_own_the_same_every_time_and_whoever_plays_them(
+async def test_the_samples_of_a_group_share_a_seed_and_evaluations_have_seeds_of_their_own_the_same_every_time(
     model: Path, tmp_path: Path, seeds: list[tuple[str, int]]
 ) -> None:
-    path = prompts(tmp_path / "dev.jsonl", 4)
-    whole, _ = player(model, SEEDED)
-    trained = [item for row in range(4) for item in await played(whole, TrajectoryId(row, 0), QUESTION)]
-    assert len(trained) == 8
-    used = {seed for _, seed in seeds}
-    seeds.clear()
-    await play_shard(whole, "dev", path, 2, EvalShard(), concurrency=3)
+    path, (plays, _) = prompts(tmp_path / "dev.jsonl", 4), player(model)
+    await play_shard(plays, "dev", path, 2, EvalShard(), concurrency=3)
     at_once = sorted(seeds)
+    assert plays.env_metrics.sums == {}, "what an environment says is kept for training alone"
     seeds.clear()
     for number in (1, 0):
-        await play_shard(player(model, SEEDED)[0], "dev", path, 2, EvalShard(number, 2), concurrency=1)
-    assert sorted(seeds) == at_once
-    assert len(at_once) == 8 and len(set(at_once)) == 4
-    assert not used & {seed for _, seed in at_once}
+        await play_shard(player(model)[0], "dev", path, 2, EvalShard(number, 2), concurrency=1)
+    assert sorted(seeds) == at_once and len(at_once) == 8 and len(set(at_once)) == 4
+    seeds.clear()
+    for group_id, sample in ((0, 0), (0, 1), (1, 0), (2, 0), (3, 0)):
+        await played(plays, group_id, sample)
+    first, second, *others = (seed for _, seed in seeds)
+    assert first == second and len({first, *others, *(seed for _, seed in at_once)}) == 8
+    assert plays.env_metrics.sums == {f"{HERE}:Seeded": {"trajectories": 5.0, "right": 5.0}}
 
 
 class Crowded(ScriptedEngine):
@@ -149,97 +144,60 @@ async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than
     assert engine.most == 4
 
 
-@pytest.mark.parametrize(("temperature", "wanted"), [(None, 0.9), (0.0, 0.0), (0.5, 0.5)])
-async def test_an_evaluation_samples_at_its_own_temperature_and_training_does_not(
-    model: Path, tmp_path: Path, temperature: float | None, wanted: float
-) -> None:
-    plays, engine = player(model, SEEDED)
-    path = prompts(tmp_path / "dev.jsonl", 1)
-    found = summarize("dev", await play_shard(plays, "dev", path, 1, EvalShard(), 1, temperature))
-    assert (found.avg_score, engine.samplings[-1].temperature) == (1.0, wanted)
-    await played(plays, TrajectoryId(0, 0), QUESTION)
-    assert engine.samplings[-1].temperature == 0.9
+async def test_an_evaluation_samples_at_its_own_temperature_and_training_does_not(model: Path, tmp_path: Path) -> None:
+    plays, engine = player(model)
+    for temperature, wanted in ((None, 0.9), (0.0, 0.0), (0.5, 0.5)):
+        await play_shard(plays, "dev", prompts(tmp_path / "dev.jsonl", 1), 1, EvalShard(), 1, temperature)
+        await played(plays, 0)
+        assert [sampling.temperature for sampling in engine.samplings[-2:]] == [wanted, 0.9]
+
+
+async def test_isolated_episodes_beyond_the_bound_wait_for_a_process_instead_of_starting_one(model: Path) -> None:
+    plays, _ = player(model, "lookup", isolation="process", max_processes=1, max_turns=1)
+    (row,) = lookup.rows(1, 0)
+    task = Task("p-0", QUESTION.prompt, "", row["reward_spec"], row["extra_info"])
+    episodes = await asyncio.gather(*(played(plays, i, task=task) for i in range(3)))
+    assert [items[-1].stop_reason for items in episodes] == ["stop"] * 3
+    lines = [child.info["cmdline"] or [] for child in psutil.process_iter(["cmdline", "ppid"]) if ours(child)]
+    assert sum("service.rollout.isolation" in line for line in lines) == 1
+    await plays.close()
 
 
 def ours(process: psutil.Process) -> bool:
     return bool(process.info["ppid"] == os.getpid())
 
 
-async def test_isolated_episodes_beyond_the_bound_wait_for_a_process_instead_of_starting_one(model: Path) -> None:
-    env = EnvConfig(name="lookup", isolation="process", max_processes=1, max_turns=1)
-    plays, _ = player(model, env)
-    (row,) = lookup.rows(1, 0)
-    task = Task("p-0", QUESTION.prompt, "", row["reward_spec"], row["extra_info"])
-    episodes = await asyncio.gather(*(played(plays, TrajectoryId(i, 0), task) for i in range(3)))
-    assert [items[-1].stop_reason for items in episodes] == ["stop"] * 3
-    children = [child.info["cmdline"] or [] for child in psutil.process_iter(["cmdline", "ppid"]) if ours(child)]
-    assert sum("service.rollout.isolation" in line for line in children) == 1
-    await plays.close()
-
-
 async def test_the_configured_options_of_the_chat_template_reach_the_prompt(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, lookup.vocabulary())
-    (tmp_path / "chat_template.jinja").write_text(
-        "{{ mood }} {% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    )
-    engine = ScriptedEngine(Chat(load_tokenizer(tmp_path)), lambda words: "answer 17")
-    generator = GeneratorConfig(max_input_length=64, max_generate_length=8, chat_template_options={"mood": "owl"})
-    await played(RunPlayer(Config(env=SEEDED, generator=generator), tmp_path, engine), TrajectoryId(0, 0), QUESTION)
+    template = "{{ mood }} {% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    plays, engine = player(tmp_path)
+    await played(plays, 0)
     assert engine.chat.text(np.asarray(engine.prompts[0])) == "owl what is the age of fox ?"
 
 
 async def test_what_an_environment_does_to_its_row_is_nothing_to_the_other_trajectories_of_it(model: Path) -> None:
-    module = "tests.pure.rollout.misbehaving"
-    plays, engine = player(model, EnvConfig(name=f"{module}:Spends", trusted_modules=(module,), max_turns=1))
+    plays, engine = player(model, f"{BAD}:Spends", max_turns=1)
     task = Task("p-0", (Message(role="user", content="what is"),), "", extra_info={"secret": "17"})
     for sample in range(2):
-        await played(plays, TrajectoryId(0, sample), task)
+        await played(plays, 0, sample, task)
     assert [engine.chat.text(np.asarray(prompt)) for prompt in engine.prompts] == ["user what is 17 assistant"] * 2
 
 
-async def test_an_environment_that_cannot_be_made_costs_its_own_trajectory_only(model: Path) -> None:
-    module = "tests.pure.rollout.misbehaving"
-    plays, _ = player(model, EnvConfig(name=f"{module}:Unmakeable", trusted_modules=(module,)))
-    (end,) = await played(plays, TrajectoryId(0, 0), QUESTION)
-    assert end.stop_reason == "environment_error"
-    assert "nobody listens" in str(plays.failures)
-
-
-@pytest.mark.parametrize("isolation", ["none", "process"])
-async def test_what_an_environment_raised_is_told_with_the_line_that_raised_it(
-    model: Path, isolation: Literal["none", "process"]
+@pytest.mark.parametrize(
+    ("name", "isolation", "told"),
+    [
+        (f"{BAD}:Unmakeable", "none", "nobody listens"),
+        (f"{BAD}:Raises", "none", r"KeyError: 'gone' \(misbehaving\.py:\d+\)$"),
+        (f"{BAD}:Raises", "process", r"KeyError: 'gone' \(misbehaving\.py:\d+\)$"),
+        (f"{HERE}:Parses", "none", r"JSONDecodeError: .* \(test_player\.py:\d+, in decoder\.py:\d+\)$"),
+    ],
+)
+async def test_what_an_environment_or_a_library_raised_is_told_with_the_line_that_raised_it(
+    model: Path, name: str, isolation: str, told: str
 ) -> None:
-    module = "tests.pure.rollout.misbehaving"
-    env = EnvConfig(name=f"{module}:Raises", trusted_modules=(module,), isolation=isolation, step_deadline=240.0)
-    plays, _ = player(model, env)
-    await played(plays, TrajectoryId(0, 0), QUESTION)
+    plays, _ = player(model, name, isolation=isolation, step_deadline=240.0)
+    (end,) = await played(plays, 0)
     await plays.close()
-    assert re.search(r"KeyError: 'gone' \(misbehaving\.py:\d+\)$", plays.failures["environment_error"])
-
-
-async def test_what_a_library_raised_is_told_with_its_line_and_the_environment_s(model: Path) -> None:
-    plays, _ = player(model, EnvConfig(name=f"{HERE}:Parses", trusted_modules=(HERE,)))
-    await played(plays, TrajectoryId(0, 0), QUESTION)
-    assert re.search(
-        r"JSONDecodeError: .* \(test_player\.py:\d+, in decoder\.py:\d+\)$", plays.failures["environment_error"]
-    )
-
-
-class Parses(Seeded):
-    async def step(self, text: str) -> StepResult:
-        return StepResult((), float(json.loads(text)), True)
-
-
-class Telling(Seeded):
-    async def step(self, text: str) -> StepResult:
-        return StepResult((), 1.0, True, {"right": 1.0})
-
-
-async def test_what_an_environment_says_is_kept_for_training_alone(model: Path, tmp_path: Path) -> None:
-    name = f"{HERE}:Telling"
-    telling, _ = player(model, EnvConfig(name=name, trusted_modules=(HERE,)))
-    await play_shard(telling, "set", prompts(tmp_path / "set.jsonl", 2), 1, EvalShard(), concurrency=2)
-    assert telling.env_metrics.sums == {}
-    for sample in (0, 1):
-        await played(telling, TrajectoryId(0, sample), QUESTION)
-    assert telling.env_metrics.sums == {name: {"trajectories": 2.0, "right": 2.0}}
+    assert end.stop_reason == "environment_error"
+    assert re.search(told, plays.failures["environment_error"])

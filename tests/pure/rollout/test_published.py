@@ -16,7 +16,7 @@ from service.config.rollout import ColumnsConfig, MixturePart
 from service.errors import UserError
 from service.rollout.check_inputs import check_inputs
 from service.rollout.prompts.dataset import load_tasks
-from service.rollout.prompts.mixture import eval_files, train_file
+from service.rollout.prompts.files import eval_files, train_file
 
 GSM8K = {"question": "A hen lays 2 eggs, then 3. How many?", "answer": "2 + 3 = <<2+3=5>>5 eggs.\n#### 1,005"}
 MATH = {

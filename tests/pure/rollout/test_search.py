@@ -1,24 +1,28 @@
-"""Search-R1: the environment, the client of a retrieval server, and the example of a server."""
+"""Search-R1: the environment, the client of a retrieval server, the example of a server, and adapters of libraries."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import aiohttp
-import numpy as np
 import pytest
 from aiohttp import web
 
-from baton.examples import data, retrieval_client, search_r1
+from baton.examples import data, retrieval_client
+from baton.examples.adapters.own_thread import OwnThread
 from baton.examples.retrieval_client import RetrievalClient, RetrievalFailed
 from baton.examples.search_r1 import SearchR1
 from baton.examples.search_server import Corpus, application, main
 from service.errors import UserError
 from service.rollout.environment import Task
+from service.rollout.environments.registry import make_environment
 from tests.pure.rollout.conftest import served
 
 TEXTS = ["marn lies on the olt", "the olt flows through sarn", "sarn is known for salt"]
@@ -33,11 +37,6 @@ def corpus(tmp_path: Path) -> Corpus:
     return Corpus(path)
 
 
-async def post(url: str, question: Any) -> tuple[int, Any]:
-    async with aiohttp.ClientSession() as session, session.post(f"{url}/retrieve", json=question) as response:
-        return response.status, await response.json()
-
-
 def test_passages_that_share_rare_words_come_first(corpus: Corpus) -> None:
     (found,) = corpus.search(["where is the salt of Sarn"], topk=2)
     assert [hit.passage.id for hit in found] == [2, 1] and found[0].score > found[1].score
@@ -50,8 +49,6 @@ def test_passages_that_share_rare_words_come_first(corpus: Corpus) -> None:
     [
         (b"", "has no rows"),
         (b'{"id": 1}\n', "row 0.*contents"),
-        (b'{"id": 1, "contents": null}\n', "row 0.*contents"),
-        (b'{"id": 1, "contents": "a"}\n[]\n', "row 1"),
         (b'{"id": 1, "contents": "a"}\n' + b"[" * 100_000, "row 1"),
         (b'{"id": 1, "contents": "\xff"}\n', "row 0"),
     ],
@@ -66,13 +63,19 @@ def test_a_file_that_is_no_corpus_is_refused_by_row(
     assert main(["--corpus", str(path)]) == 2 and capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_search_without_server_and_bm25s_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(UserError, match=r"install baton-rl\[search\]"):
-        Corpus(data.CORPUS)
+async def post(url: str, question: Any) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/retrieve", json=question) as response:
+        return response.status, await response.json()
 
 
-async def test_the_server_understands_one_query_and_many_with_scores_and_without(corpus: Corpus) -> None:
+async def test_the_server_understands_one_query_and_many_and_refuses_malformed_ones_with_the_reason(
+    corpus: Corpus,
+) -> None:
+    refused: Sequence[Any] = [
+        *([], "salt", {}, {"query": None}, {"query": "a", "queries": ["b"]}, {"query": 3}, {"queries": ["a", None]}),
+        *({"queries": []}, {"queries": ["a"] * 257}, {"query": "half \ud800 pair"}, {"query": "a", "topk": 0}),
+        *({"query": "a", "topk": 101}, {"query": "a", "topk": True}, {"query": "a", "return_scores": "no"}),
+    ]
     async with served(application(corpus)) as url:
         status, one = await post(url, {"query": "salt", "topk": 1, "return_scores": True})
         ((hit,),) = one["result"]
@@ -81,35 +84,13 @@ async def test_the_server_understands_one_query_and_many_with_scores_and_without
         assert [(len(documents), documents[0]["id"]) for documents in many["result"]] == [(2, "2"), (2, "0")]
         _, answer = await post(url, {"query": "olt", "queries": None, "topk": None, "return_scores": None})
         assert [len(documents) for documents in answer["result"]] == [3]
+        for question in refused:
+            status, answer = await post(url, question)
+            assert (status, list(answer)) == (400, ["error"]), question
         asked = [{"query": TEXTS[i % 3], "topk": 1 + i % 2} for i in range(50)]
         answers = await asyncio.gather(*(post(url, question) for question in asked))
     found = [(len(answer["result"][0]), answer["result"][0][0]["contents"]) for _, answer in answers]
     assert found == [(question["topk"], question["query"]) for question in asked]
-
-
-async def test_a_malformed_question_is_refused_with_its_reason(corpus: Corpus) -> None:
-    refused: Sequence[Any] = [
-        *([], "salt", {}, {"query": None}, {"query": "a", "queries": ["b"]}, {"query": 3}, {"queries": ["a", None]}),
-        *({"queries": []}, {"queries": ["a"] * 257}, {"query": "half \ud800 pair"}, {"query": "a", "topk": 0}),
-        *({"query": "a", "topk": 101}, {"query": "a", "topk": True}, {"query": "a", "return_scores": "no"}),
-    ]
-    async with served(application(corpus)) as url:
-        for question in refused:
-            status, answer = await post(url, question)
-            assert (status, list(answer)) == (400, ["error"]), question
-        assert (await post(url, {"query": "salt"}))[0] == 200
-
-
-def answering(*hits: Any) -> web.Application:
-    async def retrieve(request: web.Request) -> web.Response:
-        return web.json_response({"result": [list(hits)]})
-
-    async def page(request: web.Request) -> web.Response:
-        return web.Response(text="<html>", content_type="text/html")
-
-    app = web.Application()
-    app.add_routes([web.post("/retrieve", retrieve), web.post("/page", page)])
-    return app
 
 
 async def asked(url: str) -> list[str]:
@@ -120,21 +101,23 @@ async def asked(url: str) -> list[str]:
         await client.close()
 
 
-async def test_the_client_reads_passages_with_scores_and_without() -> None:
-    for hit in ({"document": {"id": "1", "contents": "a"}, "score": 1.0}, {"id": "1", "contents": "a"}):
-        async with served(answering(hit)) as url:
-            assert await asked(f"{url}/retrieve") == ["a"]
+async def test_the_client_reads_passages_and_names_a_server_that_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    passage = {"id": "1", "contents": "a"}
+    answers = {"bare": passage, "scored": {"document": passage, "score": 1.0}, "none": "nothing"}
 
+    async def answer(request: web.Request) -> web.Response:
+        kind = request.match_info["kind"]
+        if kind == "page":
+            return web.Response(text="<html>", content_type="text/html")
+        return web.json_response({"result": [[answers[kind]]]})
 
-async def test_an_answer_without_passages_is_an_error_that_names_the_server() -> None:
-    async with served(answering("nothing")) as url:
-        wrong = {"retrieve": "answered without passages", "elsewhere": "answered 404", "page": "no JSON"}
+    (app := web.Application()).add_routes([web.post("/{kind}", answer)])
+    async with served(app) as url:
+        assert await asked(f"{url}/bare") == await asked(f"{url}/scored") == ["a"]
+        wrong = {"none": "answered without passages", "else/where": "answered 404", "page": "no JSON"}
         for path, why in wrong.items():
             with pytest.raises(RetrievalFailed, match=rf"127\.0\.0\.1.*{why}"):
                 await asked(f"{url}/{path}")
-
-
-async def test_the_client_asks_again_while_the_server_is_away_and_then_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrieval_client, "PAUSES", (0.01, 0.01, 0.01))
     with pytest.raises(RetrievalFailed, match="did not answer 4 times"):
         await asked("http://127.0.0.1:9/retrieve")
@@ -144,19 +127,27 @@ def question(truth: Any) -> Task:
     return Task("p", ({"role": "user", "content": "?"},), "search_r1", {"ground_truth": truth})
 
 
-async def test_a_search_is_answered_with_the_same_passages_by_the_server_and_in_process() -> None:
+async def test_a_search_is_answered_with_the_same_passages_by_the_server_in_process_and_as_a_tool() -> None:
     town = data.geography().towns[0]
+    call = {"name": "search", "arguments": {"query": town.name}}
+    searches = {
+        "tags": f"I must look. <search> {town.name} </search>",
+        "tools": f"<tool_call>{json.dumps(call)}</tool_call>",
+    }
+    told: dict[str, list[str]] = {"tags": [], "tools": []}
     async with served(application(Corpus(data.CORPUS))) as url:
-        told = []
-        for environment in (SearchR1(), SearchR1(url=f"{url}/retrieve")):
-            await environment.reset(question(town.river), 0)
-            result = await environment.step(f"I must look. <search> {town.name} </search>")
-            told.append(result.messages[0]["content"])
-            assert (result.reward, result.done, result.info) == (0.0, False, {"searches": 1.0})
-            await environment.close()
-    assert told[0] == told[1]
-    first = f"<information> 1 : {town.name} is a town on the river {town.river} .\n2 : "
-    assert told[0].startswith(first)
+        for calls, text in searches.items():
+            for environment in (SearchR1(calls=calls), SearchR1(calls=calls, url=f"{url}/retrieve")):  # type: ignore[arg-type]
+                await environment.reset(question(town.river), 0)
+                result = await environment.step(text)
+                told[calls].append(result.messages[0]["content"])
+                assert (result.reward, result.done) == (0.0, False)
+                last = await environment.step(f"<answer>{town.river}</answer>")
+                assert (last.reward, last.done) == (1.0, True)
+                await environment.close()
+    first = f"1 : {town.name} is a town on the river {town.river} .\n2 : "
+    for calls, begin in (("tags", f"<information> {first}"), ("tools", first)):
+        assert told[calls][0] == told[calls][1] and told[calls][0].startswith(begin)
 
 
 @pytest.mark.parametrize(
@@ -179,13 +170,65 @@ async def test_an_answer_counts_without_case_articles_and_punctuation(truth: Any
     assert (result.reward, result.done) == (wanted, True)
 
 
-def test_the_made_vocabulary_covers_rows_demonstrations_and_the_corpus() -> None:
-    words = set(search_r1.vocabulary())
-    shown = search_r1.demonstrations(100, 0.5, np.random.default_rng(0))
-    texts = [m["content"] for messages in shown for m in messages] + data.passages()
-    assert {word for text in texts for word in text.split()} <= words
-
-
 def test_the_corpus_that_comes_with_baton_is_the_one_its_module_makes(tmp_path: Path) -> None:
     data.write_corpus(tmp_path / "corpus.jsonl")
     assert (tmp_path / "corpus.jsonl").read_text() == data.CORPUS.read_text()
+
+
+# -- adapters: the tests of a library are skipped where it is not installed -------------------------------------------
+
+
+@pytest.mark.skipif(find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed")
+async def test_a_search_episode_of_skyrl_gym_asks_the_example_of_a_server_over_several_turns() -> None:
+    truth, town = {"ground_truth": {"target": ["olt"]}}, data.geography().towns[0]
+    task = Task("p", ({"role": "user", "content": "?"},), "skyrl_gym", truth, {"data_source": "searchR1_nq"})
+    async with served(application(Corpus(data.CORPUS))) as url:
+        options = {"env_id": "search", "search_url": f"{url}/retrieve", "topk": 1, "max_turns": 3}
+        episode = make_environment("skyrl_gym", options)
+        await episode.reset(task, 0)
+        first = await episode.step(f"<search>{town.name}</search>")
+        assert f"{town.name} is a town on the river" in first.messages[0]["content"]
+        assert (first.reward, first.done) == (0, False)
+        last = await episode.step("<answer>olt</answer>")
+        assert (last.reward, last.done) == (1.0, True)
+        await episode.close()
+    with pytest.raises(UserError, match=r"env\.options: .*'skyrl_gym' refuses them: .*colour"):
+        make_environment("skyrl_gym", {"env_id": "search", "colour": 1})
+
+
+@pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
+async def test_made_rows_of_reasoning_gym_are_scored_by_it_with_partial_credit() -> None:
+    from baton.examples.adapters.reasoning_gym import made, rows
+
+    for row, entry in zip(rows(5, 3), made("chain_sum", 3, 5, ()), strict=True):
+        rewards = []
+        for text in (f"so <answer> {entry['answer']} </answer>", entry["answer"], "<answer>?</answer>"):
+            episode = make_environment("reasoning_gym", {"dataset": "chain_sum"})
+            await episode.reset(Task(row["uid"], tuple(row["prompt"]), "", {}, row["extra_info"]), 0)
+            rewards.append((await episode.step(text)).reward)
+        assert rewards[:2] == [1.0, 1.0] and rewards[2] < 0.5
+
+
+async def test_calls_that_hang_take_no_thread_from_other_episodes() -> None:
+    go, hanging = Event(), OwnThread()
+    waits = asyncio.create_task(hanging.call(go.wait, 240))
+    try:
+        async with asyncio.timeout(60):
+            assert await OwnThread().call(int, "3") == 3
+        waits.cancel()
+        done, _ = await asyncio.wait([waits], timeout=0.1)
+        assert not done  # a task whose thread hangs goes on, so that it is counted as leaked
+    finally:
+        go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waits
+
+
+@pytest.mark.parametrize("name", ["skyrl_gym", "reasoning_gym", "bm25s"])
+def test_without_the_library_its_name_is_in_the_refusal(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"baton.examples.adapters.{name}", raising=False)
+    with pytest.raises(
+        UserError, match=rf"{name}.*cannot be loaded" if "gym" in name else r"install baton-rl\[search\]"
+    ):
+        make_environment(name, {}) if "gym" in name else Corpus(data.CORPUS)

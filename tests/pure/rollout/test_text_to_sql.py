@@ -1,19 +1,24 @@
-"""Reading a database for a policy, and judging its queries."""
+"""Reading a database for a policy, judging its queries, and the limits of each statement."""
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from baton.examples import data, text_to_sql
-from baton.examples.sqlite_query import QueryFailed, QueryProcesses, read
+from baton.examples.sqlite_query import MEMORY, PROCESSES, QueryFailed, QueryProcesses, read
 from baton.examples.text_to_sql import TextToSql, database_file
 from service.rollout.environment import StepResult, Task
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
+NAMES = "SELECT name FROM items"
 
 
 @pytest.fixture
@@ -26,11 +31,6 @@ def database(tmp_path: Path) -> Path:
             "INSERT INTO items VALUES (?, ?, ?)", [("pen", 1.5, 10), ("ink", 4.0, 0), ("nib", None, 3)]
         )
     return path
-
-
-def test_a_query_gives_columns_and_rows(database: Path) -> None:
-    result = read(database, "SELECT name, price FROM items WHERE stock > 0 ORDER BY name", 10)
-    assert (result.columns, result.rows, result.truncated) == (("name", "price"), [("nib", None), ("pen", 1.5)], False)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,8 @@ def test_a_query_gives_columns_and_rows(database: Path) -> None:
         "VACUUM INTO 'other.sqlite'",
         "BEGIN EXCLUSIVE",
         "SELECT load_extension('x')",
+        "SELECT fts3_tokenizer('simple')",
+        "SELECT FTS3_Tokenizer('simple', x'00')",
         "SELECT 1; DELETE FROM items",
         "SELECT writefile('x', 'y')",
         "not sql at all",
@@ -63,58 +65,39 @@ def test_whatever_does_not_only_read_is_refused_and_changes_nothing(database: Pa
     assert [path.name for path in database.parent.iterdir()] == ["shop.sqlite"]
 
 
-ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
-
-
 def test_more_rows_than_asked_for_are_cut_off_and_said_to_be(database: Path) -> None:
-    endless_rows = ENDLESS.replace("count(*)", "i")
-    result = read(database, endless_rows, 5)
+    result = read(database, ENDLESS, 5)
     assert (result.rows, result.truncated) == ([(1,), (2,), (3,), (4,), (5,)], True)
     assert not read(database, "SELECT * FROM items", 3).truncated
 
 
-def episode(folder: Path, truth: str, db_id: str = "shop") -> tuple[TextToSql, Task]:
-    prompt = ({"role": "user", "content": "?"},)
-    return TextToSql(str(folder)), Task("p", prompt, "text_to_sql", {"ground_truth": truth}, {"db_id": db_id})  # type: ignore[arg-type]
+# -- the environment ---------------------------------------------------------------------------------------------------
 
 
-async def said(folder: Path, truth: str, text: str) -> StepResult:
-    environment, task = episode(folder, truth)
-    await environment.reset(task, 0)
+async def said(folder: Path, truth: str, *texts: str, db_id: str = "shop") -> list[StepResult]:
+    environment = TextToSql(str(folder))
+    await environment.reset(Task("p", (), "text_to_sql", {"ground_truth": truth}, {"db_id": db_id}), 0)
     try:
-        return await environment.step(text)
+        return [await environment.step(text) for text in texts]
     finally:
         await environment.close()
 
 
-async def test_a_query_is_answered_with_what_it_gives(database: Path) -> None:
-    result = await said(database.parents[1], "SELECT 1", "let me see <sql>SELECT name, price FROM items</sql>")
-    (observation,) = result.messages
-    assert observation["content"] == ("<observation> name | price\npen | 1.5\nink | 4.0\nnib | NULL </observation>")
-    assert (result.reward, result.done, result.info) == (0.0, False, {"queries": 1.0})
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("<sql>SELECT colour FROM items</sql>", "error : no such column: colour"),
-        ("<sql>DROP TABLE items</sql>", "error : not authorized"),
-        ("I think so", "give <sql> or <solution>"),
-    ],
-)
-async def test_what_is_no_query_is_answered_with_the_reason(database: Path, text: str, wanted: str) -> None:
-    result = await said(database.parents[1], "SELECT 1", text)
-    assert result.messages[0]["content"] == f"<observation> {wanted} </observation>"
-
-
-NAMES = "SELECT name FROM items"
-
-
-@pytest.mark.parametrize(
-    ("truth", "solution", "wanted"),
-    [
-        (NAMES, "SELECT name FROM items ORDER BY name DESC", 1.0),
-        (f"{NAMES} ORDER BY name", "SELECT name FROM items ORDER BY name DESC", 0.0),
+async def test_each_text_is_answered_with_rows_or_the_reason_and_a_solution_is_judged_by_its_rows(
+    database: Path,
+) -> None:
+    told = {
+        "let me see <sql>SELECT name, price FROM items</sql>": "name | price\npen | 1.5\nink | 4.0\nnib | NULL",
+        "<sql>SELECT colour FROM items</sql>": "error : no such column: colour",
+        "<sql>DROP TABLE items</sql>": "error : not authorized",
+        "I think so": "give <sql> or <solution>",
+    }
+    for text, result in zip(told, await said(database.parents[1], "SELECT 1", *told), strict=True):
+        assert result.messages[0]["content"] == f"<observation> {told[text]} </observation>"
+        assert (result.reward, result.done) == (0.0, False) and result.info == {"queries": float("<sql>" in text)}
+    judged = [
+        (NAMES, f"{NAMES} ORDER BY name DESC", 1.0),
+        (f"{NAMES} ORDER BY name", f"{NAMES} ORDER BY name DESC", 0.0),
         (f"{NAMES} ORDER BY name", "SELECT name AS other FROM items ORDER BY 1", 1.0),
         (NAMES, "SELECT DISTINCT name FROM items UNION ALL SELECT 'pen'", 0.0),
         ("SELECT count(*) FROM items", "SELECT 3.0", 1.0),
@@ -122,27 +105,39 @@ NAMES = "SELECT name FROM items"
         ("SELECT avg(price) FROM items", "SELECT 2.76", 0.0),
         (NAMES, "SELECT nothing", 0.0),
         (NAMES, "", 0.0),
-        (NAMES, ENDLESS.replace("count(*)", "i"), 0.0),
-    ],
-)
-async def test_a_solution_is_right_where_it_gives_the_rows_of_the_true_query(
-    database: Path, truth: str, solution: str, wanted: float
-) -> None:
-    result = await said(database.parents[1], truth, f"<solution>{solution}</solution>")
-    assert (result.reward, result.done) == (wanted, True)
+        (NAMES, ENDLESS, 0.0),
+    ]
+    shared = QueryProcesses.join()  # else every episode starts a process
+    for truth, solution, wanted in judged:
+        [result] = await said(database.parents[1], truth, f"<solution>{solution}</solution>")
+        assert (result.reward, result.done) == (wanted, True), solution
+    await shared.leave()
 
 
 @pytest.mark.parametrize("db_id", ["../shop/shop", "", "missing", "/etc/passwd", ".."])
 async def test_a_database_is_named_and_not_reached_by_a_path(database: Path, db_id: str) -> None:
-    environment, task = episode(database.parents[1], "SELECT 1", db_id)
     with pytest.raises(ValueError, match="database"):
-        await environment.reset(task, 0)
+        await said(database.parents[1], "SELECT 1", db_id=db_id)
 
 
-def test_the_database_that_comes_with_baton_is_the_one_its_module_makes(tmp_path: Path) -> None:
+async def test_made_questions_are_solved_by_their_own_queries_and_not_by_the_wrong_ones(tmp_path: Path) -> None:
     data.write_database(tmp_path / "towns.sqlite")
-    assert dump(data.DATABASE) == dump(tmp_path / "towns.sqlite")
     assert database_file(data.DATABASE.parent, "towns") == data.DATABASE
+    for made, shipped in zip(dump(tmp_path / "towns.sqlite"), dump(data.DATABASE), strict=True):
+        assert made == shipped
+    rng, rewards, shared = (
+        np.random.default_rng(0),
+        {"sql": list[float](), "wrong": list[float]()},
+        QueryProcesses.join(),
+    )
+    for _ in range(30):
+        asked = text_to_sql.question(rng)
+        for kind, given in (("sql", asked.sql), ("wrong", asked.wrong)):
+            [result] = await said(tmp_path, asked.sql, f"<solution> {given} </solution>", db_id="towns")
+            rewards[kind].append(result.reward)
+    await shared.leave()
+    assert np.mean(rewards["sql"]) == 1.0
+    assert np.mean(rewards["wrong"]) < 0.3  # a few coincide, where only one town lies on the river
 
 
 def dump(path: Path) -> list[str]:
@@ -150,35 +145,66 @@ def dump(path: Path) -> list[str]:
         return list(connection.iterdump())
 
 
-async def test_made_questions_are_solved_by_their_own_queries_and_not_by_the_wrong_ones() -> None:
-    rng = np.random.default_rng(0)
-    rewards: dict[str, list[float]] = {"sql": [], "wrong": []}
-    shared = QueryProcesses.join()  # else every episode starts a process
-    for _ in range(60):
-        asked = text_to_sql.question(rng)
-        for kind, given in (("sql", asked.sql), ("wrong", asked.wrong)):
-            environment, task = episode(data.DATABASE.parent, asked.sql, "towns")
-            await environment.reset(task, 0)
-            rewards[kind].append((await environment.step(f"<solution> {given} </solution>")).reward)
-            await environment.close()
-    await shared.leave()
-    assert np.mean(rewards["sql"]) == 1.0
-    assert np.mean(rewards["wrong"]) < 0.3  # a few coincide, where only one town lies on the river
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+SLACK = 20.0
+"""Seconds on top of a limit that a busy machine needs to start a process; without a limit the statements take more."""
+ITEMS = "(WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 300) SELECT i FROM n)"
+HEAVY = [
+    f"SELECT json_patch(j, j) FROM (SELECT json_group_object(a.i || '-' || b.i, 1) AS j FROM {ITEMS} a, {ITEMS} b)",
+    f"SELECT count(*) FROM {ITEMS} a, {ITEMS} b, {ITEMS} c, {ITEMS} d, {ITEMS} e",
+]
 
 
-def test_the_made_vocabulary_covers_questions_demonstrations_and_observations() -> None:
-    words = set(text_to_sql.vocabulary())
-    shown = text_to_sql.demonstrations(200, 0.5, np.random.default_rng(0))
-    assert {word for messages in shown for m in messages for word in m["content"].split()} <= words
+@asynccontextmanager
+async def joined() -> AsyncIterator[QueryProcesses]:
+    queries = QueryProcesses.join()
+    try:
+        yield queries
+    finally:
+        await queries.leave()
 
 
-@pytest.fixture(autouse=True)
-def _no_leftovers(tmp_path: Path) -> Iterator[None]:
-    yield
-    assert not list(tmp_path.glob("**/*-journal"))
+def query_processes() -> set[int]:
+    """The children of this process that run queries; other tests may have left children of theirs."""
+    found = set()
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has just ended
+            if "baton.examples.sqlite_query" in child.cmdline():
+                found.add(child.pid)
+    return found
 
 
-@pytest.mark.parametrize("sql", ["SELECT fts3_tokenizer('simple')", "SELECT FTS3_Tokenizer('simple', x'00')"])
-def test_a_query_neither_reads_nor_writes_addresses_of_the_process(database: Path, sql: str) -> None:
-    with pytest.raises(QueryFailed, match=r"not authorized|no such function"):
-        read(database, sql, 10)
+async def test_an_innocent_query_amid_heavy_ones_is_answered_when_its_turn_comes(database: Path) -> None:
+    before, after, seconds = 2 * PROCESSES, 3 * PROCESSES, 0.3
+    async with joined() as queries:
+
+        def asked(n: int) -> list[asyncio.Task[str]]:
+            return [asyncio.create_task(queries.shown(database, HEAVY[i % 2], 1, seconds)) for i in range(n)]
+
+        heavy = asked(before)
+        innocent = asyncio.create_task(queries.shown(database, "SELECT 1", 1, SLACK))
+        heavy += asked(after)
+        assert await innocent == "1\n1"
+        # Those before it, and what the other processes end while its own one starts: by turns, not by a clock.
+        assert sum(task.done() for task in heavy) <= before + 2 * PROCESSES
+        for failed in await asyncio.gather(*heavy, return_exceptions=True):
+            assert isinstance(failed, QueryFailed) and str(failed) == "the query took longer than 0.3 s"
+
+
+async def test_an_error_leaves_the_process_for_the_next_query_and_a_lack_of_memory_does_not(database: Path) -> None:
+    async with joined() as queries:
+
+        async def pids(sql: str, reason: str) -> set[int]:
+            with pytest.raises(QueryFailed, match=reason):
+                await queries.shown(database, sql, 1, SLACK)
+            await queries.shown(database, "SELECT 1", 1, SLACK)
+            return query_processes()
+
+        first = await pids("SELECT colour FROM items", "no such column: colour")
+        assert len(first) == 1 and await pids("DROP TABLE items", "not authorized") == first
+        assert not first & await pids("SELECT zeroblob(900000000)", f"more than {MEMORY >> 20} MiB of memory")
+        async with joined() as second:
+            await second.shown(database, "SELECT 1", 1, SLACK)
+        assert query_processes(), "they end with the last open episode"
+    assert query_processes() == set()

@@ -9,23 +9,12 @@ import time
 
 import pytest
 
-from baton.examples import data
-from baton.examples.search_r1 import SearchR1
 from service.rollout.chat.tools import BadCall, ToolCall, tool_answer, tool_calls
-from service.rollout.environment import Task, tagged
+from service.rollout.environment import tagged
 
 
 def written(call: object) -> str:
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
-
-
-SEARCH = {"name": "search", "arguments": {"query": "marn"}}
-
-
-def test_every_call_of_a_response_is_read_in_its_order() -> None:
-    text = f"First {written(SEARCH)} and then {written({'name': 'stop'})}."
-    assert tool_calls(text) == [ToolCall("search", {"query": "marn"}), ToolCall("stop", {})]
-    assert tool_calls("no call at all") == []
 
 
 @pytest.mark.parametrize(
@@ -51,44 +40,30 @@ async def double(number: int) -> str:
     return str(2 * number)
 
 
-async def test_each_call_is_answered_by_a_message_of_its_tool_or_with_the_reason() -> None:
+async def test_each_call_of_a_response_is_answered_in_its_order_by_its_tool_or_with_the_reason() -> None:
     calls = [
-        ToolCall("double", {"number": 21}),
-        ToolCall("halve", {"number": 1}),
-        ToolCall("double", {"word": 1}),
-        BadCall("no JSON"),
+        {"name": "double", "arguments": {"number": 21}},
+        {"name": "halve"},
+        {"name": "double", "arguments": {"w": 1}},
     ]
-    result = await tool_answer(calls, {"double": double})
-    assert [message["role"] for message in result.messages] == ["tool"] * 4
-    assert [message["content"] for message in result.messages] == [
-        "42",
-        "error: there is no tool 'halve', only double",
-        "error: double: missing a required argument: 'number'",
-        "error: no JSON",
+    read = tool_calls(f"First {' and then '.join(map(written, calls))}.")
+    assert read == [ToolCall("double", {"number": 21}), ToolCall("halve", {}), ToolCall("double", {"w": 1})]
+    assert tool_calls("no call at all") == []
+    result = await tool_answer([*read, BadCall("no JSON")], {"double": double})
+    assert [(message["role"], message["content"]) for message in result.messages] == [
+        ("tool", "42"),
+        ("tool", "error: there is no tool 'halve', only double"),
+        ("tool", "error: double: missing a required argument: 'number'"),
+        ("tool", "error: no JSON"),
     ]
     assert result.info == {"tool_calls": 4.0, "bad_tool_calls": 3.0}
 
 
-async def test_search_by_tool_calls_reads_passages_and_ends_with_the_first_answer() -> None:
-    town = data.geography().towns[0]
-    task = Task("p", ({"role": "user", "content": "?"},), "search_r1", {"ground_truth": town.river})
-    environment = SearchR1(calls="tools")
-    await environment.reset(task, 0)
-    told = await environment.step(written({"name": "search", "arguments": {"query": town.name}}))
-    assert told.messages[0]["content"].startswith(f"1 : {town.name} is a town on the river {town.river} .")
-    last = await environment.step(f"<answer>{town.river}</answer>")
-    assert (last.reward, last.done) == (1.0, True)
-    assert (await environment.step("I do not know")).done
-
-
-def test_what_stands_between_tags_is_what_a_plain_search_finds() -> None:
+def test_what_stands_between_tags_is_what_a_plain_search_finds_in_linear_time() -> None:
     rng = random.Random(0)
     for _ in range(2000):
         text = "".join(rng.choices(["<a>", "</a>", "<", "a>", "\n", "x"], k=rng.randrange(12)))
         assert [found[1] for found in tagged(text, "a")] == re.findall("<a>(.*?)</a>", text, re.DOTALL)
-
-
-def test_a_response_that_repeats_a_tag_takes_no_time() -> None:
     begun = time.process_time()
     assert len(tagged("<a>" * 200_000 + "</a>" + "<a>" * 200_000, "a")) == 1
     assert time.process_time() - begun < 2  # minutes where each tag is followed to the end

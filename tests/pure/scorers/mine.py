@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from service.scorers.scored_trajectories import Trajectory
+from service.scorers.user import Trajectory
 
 
 def lengths(trajectories: Sequence[Trajectory]) -> tuple[list[float], list[Any]]:

@@ -24,9 +24,9 @@ from service.handoff.steps.wire import encode as encode_group
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
 from service.scorers.reply import Failure, ScorerFailed, answer_from, answer_of
-from service.scorers.scored_trajectories import trajectories_of
 from service.scorers.scorer import Scorer
 from service.scorers.teacher import taught
+from service.scorers.user import trajectories_of
 from service.types import Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import step
 from tests.pure.learn.test_credit_split import played
