@@ -82,12 +82,12 @@ async def run_trajectory(
             response = without_loss(response) if is_frozen else response
             info.update(result.info)
             episode.finish_turn(response, generation, result.reward, role)
-            if refused := episode.give(result.rewards):
-                why = f"rewards[{refused[0]!r}]: the role has had no turn, or its sum is not {NEEDED}"
+            if wrong := episode.give(result.rewards):
+                why = f"rewards[{wrong[0]!r}]: the role has had no turn, or its sum is not {NEEDED}"
                 raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, why)
     except (TrajectoryFailed, MessagesRefused) as error:
-        refused_output = isinstance(error, MessagesRefused)
-        failed = TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) if refused_output else error
+        refused = TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error))
+        failed = error if isinstance(error, TrajectoryFailed) else refused
         log.warning("%s of prompt %s is lost: %s", trajectory, in_one_line(task.uid), failed)
         episode.stop_reason, failure = failed.reason, str(failed)
     finally:
