@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest --durations=15
 # cores. Of the others two files run at once: each waits much for processes that start. `make test`
 # has the former beside the latter, at a lower priority than that of Ray's workers (15), and prints
 # what they said at the end.
-AT_ONCE := -n logical --maxprocesses 8 --dist worksteal tests/pure tests/machine tests/sim
+AT_ONCE := -n logical --maxprocesses 8 --dist worksteal tests/pure tests/sim
 TWO_FILES := -n 2 --dist loadfile
 IN_TURN := tests/e2e tests/chaos tests/hosts tests/gpu
 # Documentation, deployment files, servers and pages: these tests matter where those files changed.

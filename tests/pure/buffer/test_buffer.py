@@ -11,7 +11,6 @@ from service.handoff.steps import wire
 from service.handoff.steps.tables import step_objects
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
 from service.types import (
-    NO_VERSION,
     Float64s,
     Int64s,
     MiniBatch,
@@ -91,14 +90,6 @@ def test_lookahead_zero_is_strictly_on_policy(tmp_path: Path) -> None:
     assert world.train().metrics["async/staleness_max"] == 0
 
 
-def test_lookahead_admits_that_many_mini_batches_beyond_the_served_version(world: World) -> None:
-    for _ in range(4):
-        world.generator.claimed()
-    answer = world.generator.claim()
-    assert waits(answer) is WaitReason.LOOKAHEAD
-    assert "the weights of step 1 (lookahead 1); has those of step 0" in answer.detail
-
-
 def test_filtered_groups_vacate_their_slots(tmp_path: Path) -> None:
     world = World(tmp_path, config(algorithm={"filter_zero_variance": True}))
     for _ in range(20):
@@ -106,17 +97,6 @@ def test_filtered_groups_vacate_their_slots(tmp_path: Path) -> None:
     status = world.buffer.status()
     assert status.groups["filtered"] == 20 and status.next_slot == 0
     assert status.tokens["filtered"] == status.accepted_tokens == 20 * 2 * 2 * 2
-    assert consistent(world)
-
-
-def test_an_over_long_group_ends_with_that_reason_also_after_a_crash(tmp_path: Path) -> None:
-    world = World(tmp_path, config(algorithm={"filter_over_long": 0.5}))
-    for reasons in (("length", "length"), ("length", "stop")):
-        work = world.generator.claimed()
-        for sample, reason in zip(work.samples, reasons, strict=True):
-            assert isinstance(world.generator.play(work, sample, 1, float(sample), reason), Receipt)
-    for buffer in (world.buffer, world.crash()):
-        assert buffer.status().ended == {"filtered/over_long": 1} and buffer.status().groups["complete"] == 1
     assert consistent(world)
 
 
@@ -209,13 +189,6 @@ def test_a_receipt_says_how_many_complete_groups_the_next_mini_batch_lacks(
     assert said == wanted
 
 
-def test_a_trajectory_without_steps_completes_its_group(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(2)]:
-        for sample in work.samples:
-            world.generator.play(work, sample, sample, float(sample), "failed")
-    assert world.train().loss_tokens_G.tolist() == [0, 2, 0, 2]
-
-
 def test_what_nobody_was_asked_for_is_refused_with_its_reason_and_counted(world: World) -> None:
     work, send = world.generator.claimed(), world.generator.send
     uid = work.prompt_uid
@@ -243,14 +216,6 @@ def test_versions_never_published_or_older_than_the_admission_are_refused(world:
     assert refused(world.generator.send([too_old])) is RefusalReason.VERSION
     of = TrajectoryId(newer.group_id, 1)
     assert refused(world.generator.send([step(of, newer.prompt_uid, 0, PolicyVersion(1, 9))])) is RefusalReason.VERSION
-
-
-def test_a_version_below_that_of_unsampled_tokens_is_named_with_its_token(world: World) -> None:
-    work = world.generator.claimed(START)
-    made = step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)
-    made.loss_mask[-1], made.versions[-1] = False, NO_VERSION - 4
-    answer = world.generator.send([made])
-    assert isinstance(answer, Refusal) and answer.reason is RefusalReason.VERSION and answer.number == NO_VERSION - 4
 
 
 # -- fencing ------------------------------------------------------------------------------------------------------
@@ -348,18 +313,6 @@ def test_late_steps_of_a_replaced_attempt_are_acknowledged_and_not_used(world: W
     assert consistent(world)
 
 
-def test_a_group_out_of_attempts_is_refused_and_vacates_its_slot(world: World) -> None:
-    bad, good = world.generator.claimed(), world.generator.claimed()
-    world.generator.finish(good)
-    for _ in range(3):
-        world.later(11)
-        world.generator.claim()
-    status = world.buffer.status()
-    assert status.ended == {"refused/max_attempts": 1}
-    assert bad.group_id not in world.buffer.ledger.state.groups
-    assert consistent(world)
-
-
 def test_a_restarted_trajectory_is_not_given_to_an_engine_older_than_its_group(world: World) -> None:
     world.play(2)
     world.train()
@@ -421,29 +374,6 @@ def test_a_lease_is_given_again_until_it_is_committed_and_a_commit_counts_once(w
     assert world.batch().groups == (2, 3)
 
 
-def test_steps_are_accepted_while_a_mini_batch_is_being_formed(world: World) -> None:
-    world.play(2)
-    job = world.job()
-    world.play(1)
-    batch = world.buffer.finish_lease(job, job.run())
-    assert isinstance(batch, MiniBatch) and batch.groups == (0, 1)
-    assert world.batch() is batch
-
-
-def test_what_filters_remove_while_a_mini_batch_is_formed_counts_in_its_metrics(tmp_path: Path) -> None:
-    world = World(tmp_path, config(algorithm={"filter_zero_variance": True}))
-    works = [world.generator.claimed() for _ in range(3)]
-    for work in works[:2]:
-        world.generator.finish(work)
-    job = world.job()
-    formed = job.run()
-    world.generator.finish(works[2], rewards=(1.0, 1.0))
-    batch = world.buffer.finish_lease(job, formed)
-    assert isinstance(batch, MiniBatch) and batch.metrics["generate/filtered_groups"] == 1
-    world.crash()
-    assert world.batch().metrics == batch.metrics
-
-
 def test_a_mini_batch_that_was_formed_for_a_trainer_that_is_gone_is_not_given_out(world: World) -> None:
     world.play(2)
     job = world.job()
@@ -486,24 +416,6 @@ def test_tokens_beyond_the_bound_are_stale_and_the_ledger_closes(tmp_path: Path)
     assert consistent(world)
 
 
-def test_after_going_back_the_groups_trained_since_are_given_out_again(tmp_path: Path) -> None:
-    world = World(tmp_path, config(trainer={"checkpoint_every": 1}))
-    trained = []
-    for n in range(3):
-        world.play(2, PolicyVersion(1, n))
-        trained.append(world.train())
-    world.buffer.covered(1)
-    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=1)
-    assert world.buffer.version == PolicyVersion(2, 1)
-    status = world.buffer.status()
-    assert status.tokens["rolled_back"] == 32 and status.tokens["trained"] == 16
-    again = [world.train(), world.train()]
-    assert [batch.groups for batch in again] == [batch.groups for batch in trained[1:]]
-    assert (again[0].loss_tokens_G == trained[1].loss_tokens_G).all()
-    assert world.buffer.status().tokens["rolled_back"] == 0
-    assert consistent(world)
-
-
 def test_after_going_back_a_group_that_starts_anew_waits_for_the_step_that_it_was_admitted_with(tmp_path: Path) -> None:
     """Else its tokens would be older than the lookahead allows, and with lookahead 0 no longer on-policy."""
     world = World(tmp_path, config(buffer={"lookahead": 0}, trainer={"checkpoint_every": 1}))
@@ -533,26 +445,6 @@ def test_strict_order_holds_after_going_back(tmp_path: Path) -> None:
     world.play(2, PolicyVersion(1, 2))
     world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=0)
     assert [world.train().groups for _ in range(3)] == [(0, 1), (2, 3), (4, 5)]
-
-
-def test_a_message_repeated_after_its_group_was_used_is_a_duplicate(world: World) -> None:
-    works = [world.generator.claimed() for _ in range(2)]
-    data = world.generator.message([step(TrajectoryId(0, 0), works[0].prompt_uid, 0)])
-    world.buffer.submit(data)
-    for work in works:
-        world.generator.finish(work)
-    world.train()
-    answer = world.buffer.submit(data)
-    assert isinstance(answer, Receipt) and answer.duplicate and not answer.late
-
-
-def test_a_new_message_for_a_group_that_waits_to_be_trained_again_comes_too_late(tmp_path: Path) -> None:
-    world = World(tmp_path, config(trainer={"checkpoint_every": 1}))
-    works = world.play(2)
-    world.train()
-    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=0)
-    answer = world.generator.send([step(TrajectoryId(0, 0), works[0].prompt_uid, 0)])
-    assert isinstance(answer, Receipt) and answer.late == (TrajectoryId(0, 0),)
 
 
 def test_going_back_without_checkpoints_is_impossible_and_says_so(world: World) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from service.config import Config
 from service.handoff import prompt_order
 from service.handoff.ledger.state import NEWEST_GROUPS, Success
 from tests.invariant import violations
@@ -59,14 +58,6 @@ def test_a_prompt_outside_of_the_band_comes_in_a_fraction_of_the_epochs(tmp_path
     assert 0.15 < rows.count(0) / rows.count(1) < 0.35
 
 
-def test_a_prompt_that_became_easier_comes_back(tmp_path: Path) -> None:
-    world = opened(tmp_path, n_prompts=2, outside=0.5)
-    issued(world, 20, {0: HARD})
-    assert world.buffer.status().prompts["below"] == 1
-    issued(world, 20, {})
-    assert world.buffer.status().prompts["inside"] == 2
-
-
 def test_success_is_a_return_above_the_configured_one(tmp_path: Path) -> None:
     world = opened(tmp_path, n_prompts=2, success_above=0.5)
     assert issued(world, 6, {0: (0.5, 0.5)}) == [0, 1, 1, 1, 1, 1]
@@ -93,13 +84,6 @@ def test_places_that_are_looked_at_together_are_issued_as_one_by_one(
     assert {rewards[row] for row in rows[0][23:]} == ({FAIR, EASY, HARD} if outside else {FAIR})
 
 
-def test_a_crash_between_a_groups_end_and_its_success_loses_nothing(tmp_path: Path) -> None:
-    world = World(tmp_path, config(data={"curriculum": None}), 4)
-    issued(world, 1, {0: EASY})
-    world.settings = opened(tmp_path / "other").settings.model_copy(update={"buffer": world.settings.buffer})
-    assert world.crash().status().prompts == {"untried": 3, "below": 0, "inside": 0, "above": 1}
-
-
 def test_success_is_about_the_mean_of_the_newest_groups() -> None:
     tried = Success()
     for success in (0.0, 1.0, 0.5):
@@ -108,19 +92,3 @@ def test_success_is_about_the_mean_of_the_newest_groups() -> None:
     for _ in range(6 * NEWEST_GROUPS):
         tried.note(1.0)
     assert tried.success > 0.99
-
-
-def test_what_filtered_groups_cost_is_in_the_metrics_of_the_next_mini_batch(tmp_path: Path) -> None:
-    world = opened(tmp_path, n_prompts=10, algorithm={"filter_zero_variance": True}, outside=1.0)
-    issued(world, 5, {0: EASY, 1: HARD, 3: EASY})
-    metrics = world.train().metrics
-    assert metrics["generate/filtered_groups"] == 3 and metrics["tokens/sampled"] == 2 * 2 * 2 * 2
-    assert metrics["generate/filtered_tokens"] == 3 * 2 * 2 * 2
-    assert metrics["generate/tokens_per_kept_token"] == 2.5
-    issued(world, 2, {})
-    assert world.train().metrics["generate/tokens_per_kept_token"] == 1.0
-
-
-def test_a_band_that_holds_no_success_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"data\.curriculum\.band"):
-        Config.model_validate({"data": {"curriculum": {"band": (0.9, 0.1)}}})

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from service.handoff.ledger.state import Lengths, bucket, distance
-from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
+from service.handoff.ledger.state import bucket
+from service.handoff.verbs import Assignment, Wait, WaitReason
 from service.types import PolicyVersion, TrajectoryId
 from tests.invariant import violations
 from tests.pure.buffer.world import World, config, journal_bytes, step
@@ -39,16 +39,6 @@ def test_at_its_deadline_a_group_is_trained_with_the_trajectories_that_finished(
     assert (status.tokens["stepped"], status.tokens["expired"]) == (8, 4)
     assert world.buffer.ledger.state.lengths.given_up[bucket(2)] == 2
     assert world.closes() and violations(world.buffer.ledger) == []
-
-
-def test_steps_of_a_trajectory_that_was_given_up_come_too_late_also_after_a_crash(tmp_path: Path) -> None:
-    world = world_with(tmp_path, "train_partial")
-    work = half_finished(world, samples=2)
-    world.later(51)
-    world.crash()
-    answer = world.generator.send([step(TrajectoryId(work.group_id, 2), work.prompt_uid, 1)])
-    assert isinstance(answer, Receipt) and answer.late == (TrajectoryId(work.group_id, 2),)
-    assert len(world.buffer.complete_group(work.group_id).ends) == 2
 
 
 @pytest.mark.parametrize("given_up", [False, True])
@@ -132,11 +122,3 @@ def test_undone_training_no_longer_counts_in_the_trained_lengths(tmp_path: Path)
     world.train()
     world.buffer.join("trainer", "trainer", step=0)
     assert sum(world.buffer.ledger.state.lengths.trained) == sum(world.buffer.ledger.state.lengths.loss_tokens) == 0
-
-
-def test_distances_of_lengths() -> None:
-    lengths = Lengths()
-    assert distance(lengths.generated, lengths.trained) == 0
-    assert distance([1, 1, 2], [0, 1, 1]) == 0.25
-    assert distance([1, 0], [0, 1]) == 1
-    assert bucket(0) == 0 and bucket(1) == 1 and bucket(7) == 3 and bucket(1 << 60) == 32

@@ -7,7 +7,7 @@ import pytest
 from service.handoff.steps.values import FAILURES, StopReason
 from service.handoff.verbs import Assignment, Receipt
 from service.types import MiniBatch, TrajectoryEnd, TrajectoryId
-from tests.invariant import fingerprint, violations
+from tests.invariant import violations
 from tests.pure.buffer.world import World, config, step
 
 ERROR = str(StopReason.ENVIRONMENT_ERROR)
@@ -102,16 +102,6 @@ def test_a_lost_sibling_leaves_others_that_wait_for_a_claim_waiting(world: World
     last = world.generator.claimed()
     assert (last.samples, last.attempts) == ((2,), (1,))
     assert violations(world.buffer.ledger) == []
-
-
-def test_a_failure_survives_a_crash_and_counts_once_however_often_it_is_said(world: World) -> None:
-    work = world.generator.claimed()
-    data = fail(world, work, 1)
-    digest = fingerprint(world.buffer.ledger)
-    assert fingerprint(world.crash().ledger) == digest
-    answer = world.buffer.submit(data)
-    assert isinstance(answer, Receipt) and answer.duplicate
-    assert world.buffer.status().restarts == {ERROR: 1}
 
 
 def test_a_failure_whose_consequence_a_crash_took_away_is_acted_upon_when_it_is_said_again(world: World) -> None:

@@ -2,57 +2,26 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import pytest
 import xxhash
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from service.columns import bytes_per_token
 from service.config import Config
-from service.config.checks import check_bytes, problems
+from service.config.checks import problems
 from service.config.core_settings import worst_bytes
-from service.errors import ConfigError
 from service.handoff.group_bytes import ITEM_BYTES, NOTE_BYTES
 from service.handoff.steps import wire
 from service.handoff.steps.tables import long_note_bytes, steps_table
 from service.handoff.verbs import Assignment, Receipt
 from service.types import PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
-from tests.pure.buffer.world import START, World, config, journal_bytes
+from tests.pure.buffer.world import START, World, config
 
 BOUNDS = ("buffer.max_group_bytes", "buffer.max_bytes", "buffer.max_journal_bytes")
 LONG_NAME = "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 1024
-
-
-@st.composite
-def configurations(draw: st.DrawFn) -> Config:
-    """A small configuration whose bounds lie just around what the check wants, each above or below."""
-    made = config(
-        env={"max_turns": draw(st.integers(1, 3))},
-        generator={"max_input_length": draw(st.integers(4, 400)), "max_generate_length": draw(st.integers(2, 100))},
-        algorithm={"n_samples_per_prompt": draw(st.integers(2, 3))},
-        buffer={"lookahead": draw(st.integers(0, 3)), "max_attempts": 3},
-        trainer={
-            "mini_batch_size": draw(st.integers(1, 3)),
-            "max_tokens_per_micro_batch": 4096,
-            "checkpoint_every": draw(st.integers(0, 2)),
-            "keep_checkpoints": draw(st.integers(1, 2)),
-        },
-    )
-    samples = made.algorithm.n_samples_per_prompt
-    group = draw(st.integers(samples * (worst_bytes(made).step + ITEM_BYTES) - 1, worst_bytes(made).group + 1))
-    made = with_bounds(made, max_group_bytes=group)
-    bytes_, journal = made.trainer.mini_batch_size * worst_bytes(made).group, journal_bytes(made)
-    return with_bounds(
-        made,
-        max_bytes=bytes_ + draw(st.integers(-1, 3 * bytes_)),
-        max_journal_bytes=journal + draw(st.integers(-1, journal)),
-    )
 
 
 def with_bounds(of: Config, **bounds: int) -> Config:
@@ -80,20 +49,6 @@ def full_step(of: TrajectoryId, uid: str, index: int, made: Config, version: Pol
     )
 
 
-def play_at_worst(world: World, work: Assignment, version: PolicyVersion) -> None:
-    """Every sample takes every turn at full length, a message each, as far as `max_group_bytes` lets it."""
-    made, at_most = world.settings, worst_bytes(world.settings).trajectory
-    for sample, attempt in zip(work.samples, work.attempts, strict=True):
-        of, used = TrajectoryId(work.group_id, sample, attempt), ITEM_BYTES
-        turns = [full_step(of, work.prompt_uid, index, made, version) for index in range(made.env.max_turns)]
-        fitting = [turn for turn in turns if (used := used + step_bytes(turn)) <= at_most]
-        for turn in fitting:
-            accepted_within(world, [turn], [], step_bytes(turn))
-        accepted_within(
-            world, [], [TrajectoryEnd(of, work.prompt_uid, len(fitting), "stop", float(sample))], ITEM_BYTES
-        )
-
-
 def step_bytes(step: Step) -> int:
     table = steps_table([step])
     return len(table.token_ids_N) * bytes_per_token(table) + ITEM_BYTES + long_note_bytes(table, [0])
@@ -110,48 +65,6 @@ def accepted_within(world: World, steps: list[Step], ends: list[TrajectoryEnd], 
     assert after.n_bytes <= world.settings.buffer.max_bytes
 
 
-@settings(deadline=None, max_examples=25)
-@given(configurations())
-def test_what_the_check_accepts_never_raises_and_never_waits_for_ever(made: Config) -> None:
-    if not is_accepted(made):
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        world = World(Path(folder), made, segment_bytes=1 << 30)
-        steps = max(made.trainer.checkpoint_every * made.trainer.keep_checkpoints, 1)
-        for step in range(steps):
-            version = PolicyVersion(START.incarnation, step)
-            while (missing := made.trainer.mini_batch_size - world.buffer.status().groups["complete"]) > 0:
-                works = [world.generator.claim(version) for _ in range(missing)]
-                assert all(isinstance(work, Assignment) for work in works), works
-                for work in works:
-                    assert isinstance(work, Assignment)
-                    play_at_worst(world, work, version)
-                world.journal.sync()
-            world.train()
-        assert world.closes()
-
-
-@settings(deadline=None, max_examples=60)
-@given(configurations())
-def test_the_check_and_the_buffer_agree_about_the_memory(made: Config) -> None:
-    refused = "buffer.max_bytes" in {problem.partition(":")[0] for problem in problems(made)}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            World(Path(folder), made)
-        except ConfigError as error:
-            assert refused and "buffer.max_bytes" in str(error)
-        else:
-            assert not refused
-
-
-def test_a_model_that_records_routed_experts_needs_more_and_the_check_says_so() -> None:
-    made = config(trainer={"checkpoint_every": 2})
-    enough = with_bounds(made, max_bytes=made.trainer.mini_batch_size * worst_bytes(made).group)
-    check_bytes(enough, expert_bytes=0)
-    with pytest.raises(ConfigError, match=r"buffer\.max_bytes"):
-        check_bytes(enough, expert_bytes=48 * 8)
-
-
 def test_a_message_whose_names_outgrow_its_reservation_is_refused(tmp_path: Path) -> None:
     world = World(tmp_path)
     work = world.generator.claimed()
@@ -159,13 +72,6 @@ def test_a_message_whose_names_outgrow_its_reservation_is_refused(tmp_path: Path
     long = replace(full_step(of, LONG_NAME, 0, world.settings, START), stop_reason=LONG_NAME)
     answer = world.generator.send([long])
     assert isinstance(answer, Refusal) and answer.reason is RefusalReason.TOO_LARGE
-
-
-def test_names_as_long_as_they_may_be_stay_within_the_reservation(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    work = world.generator.claimed()
-    long = replace(full_step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0, world.settings, START))
-    accepted_within(world, [replace(long, stop_reason=LONG_NAME)], [], step_bytes(long))
 
 
 def test_what_a_trajectory_has_sent_is_reserved_once(tmp_path: Path) -> None:
@@ -192,25 +98,6 @@ def test_only_the_groups_of_a_lease_are_read_back_after_a_trainer_went_back(tmp_
         assert world.batch().groups == groups
         assert world.buffer.status().n_bytes == of_a_batch
         world.train()
-
-
-@pytest.mark.parametrize("dtype", [np.int16, np.uint8])
-def test_steps_without_routed_experts_count_those_that_they_get_when_their_group_is_whole(
-    tmp_path: Path, dtype: type[np.generic]
-) -> None:
-    world = World(tmp_path, config(env={"max_turns": 100}))
-    work = world.generator.claimed()
-    for sample in work.samples:
-        of = TrajectoryId(work.group_id, sample)
-        first, *others = (full_step(of, work.prompt_uid, index, world.settings, START) for index in range(3))
-        experts = np.zeros((len(first.prompt_ids) + len(first.response_ids), 48, 8), dtype)
-        for step in (replace(first, routed_experts=experts), *others):
-            assert isinstance(world.generator.send([step]), Receipt)
-        assert isinstance(world.generator.send([], [TrajectoryEnd(of, work.prompt_uid, 3, "stop", sample)]), Receipt)
-    counted = world.buffer.status().n_bytes
-    steps = world.buffer.complete_group(work.group_id).steps
-    assert len(steps.token_ids_N) * bytes_per_token(steps) <= counted
-    assert world.crash().status().n_bytes == counted
 
 
 def test_names_of_repeated_steps_take_no_room_in_the_journal(tmp_path: Path) -> None:

@@ -69,18 +69,6 @@ def test_a_journal_of_another_version_is_refused_in_one_line_that_says_what_to_d
     assert segment.read_bytes() == first_version_frame(b"opened"), "nothing was changed"
 
 
-def test_what_was_synced_is_replayed_in_order(tmp_path: Path) -> None:
-    written(tmp_path, [b"a", b"b" * 100], [b"", b"c" * 64])
-    assert payloads(tmp_path) == [b"a", b"b" * 100, b"", b"c" * 64]
-
-
-def test_a_position_is_synced_only_after_the_sync(tmp_path: Path) -> None:
-    journal = opened(tmp_path)
-    position = journal.append(1, b"x")
-    assert journal.synced < position
-    assert journal.sync() == journal.synced == position == 2 * ALIGNMENT
-
-
 def test_frames_after_a_restart_follow_the_old_ones(tmp_path: Path) -> None:
     written(tmp_path, [b"old"])
     written(tmp_path, [b"new"])
@@ -107,30 +95,29 @@ def test_any_prefix_of_the_bytes_replays_to_a_prefix_of_the_history(tmp_path: Pa
         assert not any(segment.read_bytes()[sum(64 + -(-len(p) // 64) * 64 for p in found) :]), "the torn tail was cut"
 
 
-def test_every_flipped_bit_before_the_last_sync_refuses_to_start_and_names_the_position(tmp_path: Path) -> None:
+def test_a_flipped_bit_before_the_last_sync_refuses_to_start_and_names_the_position(tmp_path: Path) -> None:
     data = written(tmp_path, [b"first", b"second" * 3], [b"third"])
     segment = only_segment(tmp_path)
     for byte in range(4 * 64):
-        for bit in range(8):
-            damaged = bytearray(data)
-            damaged[byte] ^= 1 << bit
-            segment.write_bytes(damaged)
-            with pytest.raises(JournalError, match=rf"byte {byte // 128 * 128} "):
-                payloads(tmp_path)
-            assert segment.read_bytes() == damaged, "evidence is left as it is"
+        damaged = bytearray(data)
+        damaged[byte] ^= 1 << byte % 8
+        segment.write_bytes(damaged)
+        with pytest.raises(JournalError, match=rf"byte {byte // 128 * 128} "):
+            payloads(tmp_path)
+        assert segment.read_bytes() == damaged, "evidence is left as it is"
 
 
 def test_a_flipped_bit_in_what_was_written_last_is_never_replayed(tmp_path: Path) -> None:
     data = written(tmp_path, [b"first"], [b"second"])
     segment = only_segment(tmp_path)
-    for bit in range(128 * 8, len(data) * 8):
+    for byte in range(128, len(data)):
         damaged = bytearray(data)
-        damaged[bit // 8] ^= 1 << bit % 8
+        damaged[byte] ^= 1 << byte % 8
         segment.write_bytes(damaged)
         try:
             assert payloads(tmp_path) == [b"first"]
         except JournalError:
-            assert bit // 8 - 128 in (4, 5), "a newer schema is not a torn tail"
+            assert byte - 128 in (4, 5), "a newer schema is not a torn tail"
 
 
 def test_frames_of_one_sync_that_reached_the_disk_out_of_order_are_a_torn_tail(tmp_path: Path) -> None:
@@ -143,31 +130,11 @@ def test_frames_of_one_sync_that_reached_the_disk_out_of_order_are_a_torn_tail(t
 HISTORY = [bytes([i]) * 200 for i in range(30)]
 
 
-@pytest.mark.parametrize("syncs", [1, len(HISTORY)], ids=["all together", "one by one"])
-def test_segments_rotate_and_replay_as_one(tmp_path: Path, syncs: int) -> None:
-    journal = opened(tmp_path, segment_bytes=500)
-    for payload in HISTORY:
-        journal.append(2, payload, begins_segment=journal.segment_is_full)
-        if syncs > 1:
-            journal.sync()
-    journal.sync()
-    journal.close()
-    assert len(list(tmp_path.glob("*.journal"))) > 5
-    assert payloads(tmp_path) == HISTORY
-
-
 def test_a_missing_segment_refuses_to_start(tmp_path: Path) -> None:
     rotated(tmp_path, HISTORY).close()
     sorted(tmp_path.glob("*.journal"))[1].unlink()
     with pytest.raises(JournalError, match="a file is missing"):
         payloads(tmp_path)
-
-
-def test_a_file_that_only_ends_like_a_segment_is_named(tmp_path: Path) -> None:
-    written(tmp_path, [b"a"])
-    (tmp_path / "copy.journal").write_bytes(b"")
-    with pytest.raises(JournalError, match=r"copy\.journal: .*move the file away"):
-        opened(tmp_path)
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to(path.parent / "gone")])
@@ -179,9 +146,8 @@ def test_a_segment_that_is_no_file_is_refused_by_its_name(tmp_path: Path, make: 
     assert not (tmp_path / "gone").exists()
 
 
-@pytest.mark.parametrize("byte", [2, 20, 70, 300])
 def test_damage_at_the_beginning_of_the_oldest_segment_left_refuses_to_start_and_changes_nothing(
-    tmp_path: Path, byte: int
+    tmp_path: Path,
 ) -> None:
     journal = rotated(tmp_path, HISTORY)
     journal.reclaim(journal.position, once=journal.position)
@@ -190,11 +156,11 @@ def test_damage_at_the_beginning_of_the_oldest_segment_left_refuses_to_start_and
     segment = only_segment(tmp_path)
     assert int(segment.stem) > 0
     damaged = bytearray(segment.read_bytes())
-    damaged[byte] ^= 8
+    damaged[20] ^= 8
     segment.write_bytes(damaged)
     with pytest.raises(JournalError, match=r"damaged at byte 0 .*refusing to start"):
         payloads(tmp_path)
-    assert segment.read_bytes() == damaged, "evidence is left as it is"
+    assert segment.read_bytes() == damaged
 
 
 @pytest.mark.parametrize("what", ["flip", "zeros", "cut"])
@@ -248,16 +214,6 @@ def test_a_full_disk_keeps_frames_queued_and_recovers_when_space_returns(tmp_pat
     journal.sync()
     assert journal.synced == positions[-1] and journal.stalled is None
     assert payloads(tmp_path, disk) == history
-
-
-def test_a_kill_on_a_full_disk_leaves_no_torn_frame_to_replay(tmp_path: Path) -> None:
-    disk = MemoryDisk(room=300)
-    journal = opened(tmp_path, disk)
-    journal.append(2, b"x" * 50)
-    journal.sync()
-    journal.append(2, b"y" * 500)
-    journal.sync()
-    assert payloads(tmp_path, disk) == [b"x" * 50]
 
 
 def test_reserved_space_is_there_when_the_disk_is_full(tmp_path: Path) -> None:

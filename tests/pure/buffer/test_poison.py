@@ -21,21 +21,7 @@ from tests.invariant import fingerprint
 from tests.pure.buffer.world import World, config, step
 from tests.pure.handoff.worlds import whole_prompts
 
-INTEGERS = (
-    0,
-    1,
-    -1,
-    2,
-    7,
-    1 << 16,
-    (1 << 31) - 1,
-    -(1 << 31),
-    1 << 32,
-    (1 << 53) - 1,
-    1 << 62,
-    (1 << 63) - 1,
-    -(1 << 63),
-)
+INTEGERS = (0, 1, -1, 2, 7, 1 << 16, (1 << 31) - 1, -(1 << 31), 1 << 32, 1 << 53, 1 << 62, (1 << 63) - 1, -(1 << 63))
 NUMBERS = (np.nan, np.inf, -np.inf, -0.0, 1e38, 1e-45, 1e308, 5.0)
 
 

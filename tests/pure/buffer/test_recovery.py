@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from service.errors import RunFailed, UserError
-from service.handoff.buffer import Buffer
 from service.handoff.journal.disk import Buffer as Bytes
 from service.handoff.journal.disk import File
 from service.handoff.steps.wire import encode_mini_batch
-from service.handoff.verbs import Receipt, Wait, WaitReason
+from service.handoff.verbs import Wait, WaitReason
 from service.rollout.environment import Message, Task
 from service.rollout.prompts.dataset import rows_digest
-from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
+from service.types import PolicyVersion, TrajectoryId
 from tests.invariant import fingerprint, violations
 from tests.pure.buffer.world import World, config, step
 
@@ -58,24 +57,6 @@ def test_an_open_lease_is_given_again_bit_by_bit_after_a_crash(world: World) -> 
     world.crash()
     assert encode_mini_batch(world.batch()) == before
     assert world.train().groups == (3, 4)
-
-
-def test_deadlines_start_anew_after_a_crash(world: World) -> None:
-    world.generator.claimed()
-    world.clock.now += 9
-    world.crash()
-    world.later(9)
-    assert world.buffer.status().restarts == {}
-    world.later(2)
-    assert world.buffer.status().restarts == {"silent": 2}
-
-
-def test_a_crash_between_completion_and_filter_filters_after_the_restart(tmp_path: Path) -> None:
-    world = World(tmp_path, config())
-    world.play(1, rewards=(1.0, 1.0))
-    world.settings = config(algorithm={"filter_zero_variance": True})
-    world.crash()
-    assert world.buffer.status().ended == {"filtered/zero_variance": 1}
 
 
 @pytest.mark.parametrize("segment_bytes", [1 << 20, 1])
@@ -149,27 +130,6 @@ def test_the_journal_stays_small_when_nobody_can_go_back(tmp_path: Path) -> None
     assert world.closes() and violations(world.buffer.ledger) == []
 
 
-def test_the_journal_keeps_what_a_replay_of_its_newest_snapshot_needs(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    work = world.generator.claimed()
-    of = [TrajectoryId(work.group_id, sample) for sample in range(2)]
-    world.generator.send([step(of[0], work.prompt_uid, 0), step(of[1], work.prompt_uid, 0)])
-    world.journal.sync()
-    world.segment_bytes = 1
-    world.crash()
-    world.generator.claimed()
-    world.segment_bytes = 1 << 20
-    world.crash()
-    for sample in range(2):
-        end = TrajectoryEnd(of[sample], work.prompt_uid, 2, "stop", float(sample))
-        world.generator.send([step(of[sample], work.prompt_uid, 1)], [end])
-    world.play(1)
-    world.train()
-    world.journal.sync()
-    assert fingerprint(world.crash().ledger) == fingerprint(world.buffer.ledger)
-    assert world.buffer.version == PolicyVersion(1, 1)
-
-
 def test_the_journal_keeps_what_a_kept_checkpoint_needs(tmp_path: Path) -> None:
     world = World(tmp_path, config(trainer={"checkpoint_every": 4}), segment_bytes=5_000)
     trained = {}
@@ -210,40 +170,6 @@ def test_a_run_that_had_ended_issues_prompts_again_when_it_is_resumed(world: Wor
     assert violations(world.buffer.ledger) == []
 
 
-@pytest.mark.parametrize("segment_bytes", [1 << 20, 1])
-def test_what_comes_too_late_for_a_used_group_is_not_in_it_when_it_is_trained_again(
-    tmp_path: Path, segment_bytes: int
-) -> None:
-    world = World(tmp_path, config(trainer={"checkpoint_every": 1}), segment_bytes=segment_bytes)
-    used = [world.generator.claimed() for _ in range(2)]
-    for work in used:
-        world.generator.finish(work)
-    open_work, first = world.generator.claimed(), world.train()
-    of, late = TrajectoryId(open_work.group_id, 0), TrajectoryId(used[0].group_id, 0)
-    steps = [step(of, open_work.prompt_uid, 0), step(late, "another", 0, first=40)]
-    answer = world.generator.send(steps, [TrajectoryEnd(late, "another", 4, "stop", 7.0)])
-    assert isinstance(answer, Receipt) and answer.late == (late,)
-    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=0)
-    again = world.batch()
-    assert again.groups == first.groups
-    assert again.return_G.tolist() == first.return_G.tolist()
-    assert (again.ranks[0][0].token_ids_N == first.ranks[0][0].token_ids_N).all()
-
-
-def test_the_end_of_a_failed_attempt_is_not_its_end_when_a_crash_took_away_what_followed_from_it(
-    tmp_path: Path,
-) -> None:
-    world = World(tmp_path, segment_bytes=1)
-    work = world.generator.claimed()
-    of = TrajectoryId(work.group_id, 0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Buffer, "_restart_failed", lambda self, message: 0)
-        world.generator.send([step(of, work.prompt_uid, 0)], [TrajectoryEnd(of, work.prompt_uid, 1, "abort", 0.0)])
-    world.crash()
-    answer = world.generator.send([], [TrajectoryEnd(of, work.prompt_uid, 1, "stop", 1.0)])
-    assert isinstance(answer, Receipt), answer
-
-
 def test_a_trainer_cannot_go_on_from_a_step_that_the_journal_does_not_know(tmp_path: Path) -> None:
     world = World(tmp_path, config(trainer={"checkpoint_every": 1}))
     for unknown in (-1, 1):
@@ -251,14 +177,6 @@ def test_a_trainer_cannot_go_on_from_a_step_that_the_journal_does_not_know(tmp_p
             world.buffer.join("trainer", "trainer", step=unknown)
     before = fingerprint(world.buffer.ledger)
     assert fingerprint(world.crash().ledger) == before
-
-
-def test_a_resume_with_a_lower_bound_on_messages_leaves_no_steps_out(world: World) -> None:
-    work = world.generator.claimed()
-    world.generator.finish(work)
-    world.journal.sync()
-    world.settings = config(buffer={"max_group_bytes": 1000})
-    assert len(world.opened().complete_group(work.group_id).steps) == 4
 
 
 def test_steps_stay_in_the_journal_until_the_snapshot_that_needs_them_no_more_is_on_the_disk(
@@ -280,29 +198,3 @@ def test_steps_stay_in_the_journal_until_the_snapshot_that_needs_them_no_more_is
         world.journal.sync()
     world.crash(synced=False)
     assert world.batch().groups == (0, 1)
-
-
-def test_steps_undone_by_a_trainer_that_goes_far_back_are_repeated_with_all_their_tokens(tmp_path: Path) -> None:
-    """Far beyond `max_staleness`: the groups were generated by versions that the trainer has yet to reach again."""
-    checkpoint_every, undone = 20, 15
-    world = World(tmp_path, config(trainer={"checkpoint_every": checkpoint_every}, buffer={"max_staleness": 2}))
-
-    def trained(steps: int) -> list[tuple[tuple[int, ...], list[bool], list[int]]]:
-        return [
-            (batch.groups, batch.ranks[0][0].loss_mask_N.tolist(), batch.ranks[0][0].staleness_N.tolist())
-            for batch in (world.train() for _ in range(steps))
-        ]
-
-    def generated(steps: int) -> None:
-        for _ in range(steps):
-            world.generator.finish(world.generator.claimed(world.buffer.version), world.buffer.version)
-            world.generator.finish(world.generator.claimed(world.buffer.version), world.buffer.version)
-            before.extend(trained(1))
-
-    before: list[tuple[tuple[int, ...], list[bool], list[int]]] = []
-    generated(undone)
-    world.crash()
-    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=0)
-    after = trained(undone)
-    assert [(groups, mask) for groups, mask, _ in after] == [(groups, mask) for groups, mask, _ in before]
-    assert world.buffer.status().tokens["stale"] == 0 and world.buffer.status().ended.get("refused", 0) == 0

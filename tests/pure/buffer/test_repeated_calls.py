@@ -3,14 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from service.handoff.ledger.state import CLAIMS_REMEMBERED, Member
-from service.handoff.steps import wire
-from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
-from service.types import Refusal, RefusalReason, Sender, StepGroup, TrajectoryEnd, TrajectoryId
+from service.types import Refusal, RefusalReason, TrajectoryId
 from tests.pure.buffer.world import START, World, step
 
 
@@ -75,19 +72,6 @@ def test_a_repeated_claim_of_restarted_samples_gives_them_with_their_attempts_an
     assert isinstance(answer, Wait) and answer.reason is WaitReason.ANSWERED
 
 
-def test_a_claim_whose_work_went_on_is_answered_before_and_issues_nothing(world: World) -> None:
-    world.generator.finish(claimed(world, 1))
-    answer = claim(world, 1)
-    assert isinstance(answer, Wait) and answer.reason is WaitReason.ANSWERED
-    assert world.buffer.status().issued == 1
-
-
-def test_a_new_incarnation_numbers_its_claims_anew(world: World) -> None:
-    claimed(world, 1)
-    world.generator.incarnation = world.buffer.join("generator", world.generator.name)
-    assert claimed(world, 1).attempts == (1, 1)
-
-
 def test_only_the_newest_claims_are_remembered() -> None:
     member = Member(incarnation=1)
     for number in range(1, 2 * CLAIMS_REMEMBERED + 1):
@@ -115,20 +99,3 @@ def test_a_refused_message_said_again_does_not_cost_the_new_attempt_its_life(wor
         again = claimed(world, 2)
         assert (again.samples, again.attempts) == ((0,), (1,))
     assert world.buffer.status().restarts == {"refused_temperature": 1}
-
-
-def test_a_message_number_below_all_is_refused_and_not_taken_for_one_that_came(world: World) -> None:
-    work = claimed(world, 1)
-    world.generator.sequence = -2
-    answer = world.generator.send([step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)])
-    assert isinstance(answer, Refusal) and answer.reason is RefusalReason.IDENTITY
-
-
-def test_a_number_that_came_before_does_not_let_a_malformed_message_in(world: World) -> None:
-    work = claimed(world, 1)
-    of = TrajectoryId(work.group_id, 0)
-    world.generator.send([step(of, work.prompt_uid, 0)])
-    ends = replace(ends_table([TrajectoryEnd(of, work.prompt_uid, 1, "abort", 0.0)]), uid_E=np.array([9], np.int32))
-    sender = Sender(world.generator.name, world.generator.incarnation, world.generator.sequence)
-    answer = world.buffer.submit(wire.encode(StepGroup(sender, steps_table([]), ends)))
-    assert isinstance(answer, Refusal) and answer.reason is RefusalReason.MALFORMED

@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.ledger.events import Fate
 from service.handoff.steps.tables import end_objects
-from service.handoff.steps.values import ROLES, Role, packed_roles
+from service.handoff.steps.values import Role, packed_roles
 from service.handoff.verbs import Receipt
-from service.types import MiniBatch, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
+from service.types import MiniBatch, Step, TrajectoryEnd, TrajectoryId
 from tests.invariant import violations
 from tests.pure.buffer.world import World, config, step
 
@@ -83,13 +82,6 @@ def test_only_tokens_of_trained_roles_carry_loss_however_their_rows_are_merged(t
     assert fates(world) == {Fate.STEPPED: 24} | {fate: 4 * n for fate, n in UNTRAINED.items() if n}
 
 
-def test_sub_agents_that_are_not_trained_have_a_fate_of_their_own(tmp_path: Path) -> None:
-    world = World(tmp_path, config(**SETTINGS | {"agents": {"max_calls": 8, "train": ["main"]}}))
-    played(world)
-    world.train()
-    assert fates(world)[Fate.SUB] == 8 and fates(world)[Fate.STEPPED] == 16
-
-
 def test_what_a_judge_said_has_a_fate_of_its_own_and_no_loss(tmp_path: Path) -> None:
     world = World(tmp_path, config(roles={"verifier": {}, "judge": {"mode": "judge"}}))
     for _ in range(2):
@@ -126,16 +118,6 @@ def test_fates_are_the_same_after_repetitions_a_crash_a_rollback_and_a_replay(tm
     assert loss_tokens(world.replayed(1)) == loss_tokens(before)
 
 
-def test_groups_in_which_nothing_trains_are_leased_like_others(tmp_path: Path) -> None:
-    world = World(tmp_path, config(**SETTINGS))
-    for _ in range(2):
-        work = world.generator.claimed()
-        for sample in work.samples:
-            assert isinstance(world.generator.play(work, sample, roles=packed_roles([Role.UNDELIVERED])), Receipt)
-    batch = world.train()
-    assert batch.loss_tokens_G.tolist() == [0, 0, 0, 0] and fates(world) == {Fate.UNDELIVERED: 8}
-
-
 def test_an_end_comes_back_as_it_was_sent_and_counts_with_its_text(tmp_path: Path) -> None:
     world = World(tmp_path, config(**SETTINGS))
     played(world, 1)
@@ -148,19 +130,3 @@ def test_an_end_comes_back_as_it_was_sent_and_counts_with_its_text(tmp_path: Pat
     assert [(end.roles, end.transcript) for end in end_objects(ends)] == [
         (packed_roles(ROLES_OF_STEPS), "ähm\n".encode() * 100)
     ] * 2
-
-
-@pytest.mark.parametrize(
-    ("roles", "transcript", "reason"),
-    [
-        (bytes([0, len(ROLES)]), b"", RefusalReason.MALFORMED),
-        (b"\1", b"", RefusalReason.LENGTH_MISMATCH),
-        (b"\1\1", b"x" * (TRANSCRIPT_BYTES + 1), RefusalReason.TOO_LARGE),
-    ],
-)
-def test_roles_that_do_not_exist_and_long_transcripts_are_refused(
-    tmp_path: Path, roles: bytes, transcript: bytes, reason: RefusalReason
-) -> None:
-    world = World(tmp_path, config(**SETTINGS))
-    answer = world.generator.play(world.generator.claimed(), 0, 2, roles=roles, transcript=transcript)
-    assert isinstance(answer, Refusal) and answer.reason is reason

@@ -14,9 +14,7 @@ from service.handoff.scoring import Answer
 from service.handoff.steps import wire
 from service.handoff.steps.values import MAX_REWARD
 from service.handoff.verbs import Wait
-from service.run.liveness.repeated_failures import FailureWatch
 from service.run.preparing.teachers import teachers_of
-from service.run.records.trajectories import LostTrajectories, RecordSettings
 from service.types import MiniBatch, Refusal, RefusalReason
 from tests.invariant import violations
 from tests.pure.buffer.world import World, config
@@ -79,38 +77,6 @@ def test_rewards_replace_the_environments_or_join_them(
     assert world.batch().return_G.tolist() == expected
 
 
-@pytest.mark.parametrize("synced", [True, False])
-def test_after_a_crash_the_journalled_answer_counts_and_another_one_does_not(tmp_path: Path, synced: bool) -> None:
-    world = opened(tmp_path, {"judge": JUDGE})
-    played(world)
-    world.journal.sync()
-    scored(world, "judge", (0.25, 0.75))
-    world.crash(synced)
-    scored(world, "judge", (9.0, 9.0), (0.5, 0.0))
-    first = [0.25, 0.75] if synced else [9.0, 9.0]
-    assert world.batch().return_G.tolist() == [*first, 0.5, 0.0]
-    world.crash()
-    assert world.batch().return_G.tolist() == [*first, 0.5, 0.0]
-
-
-def test_scores_survive_a_rollback_snapshots_and_the_copies_that_make_room(tmp_path: Path) -> None:
-    world = opened(tmp_path, {"judge": JUDGE}, trainer={"checkpoint_every": 1})
-    played(world, 4)
-    scored(world, "judge", (0.25, 0.75), (0.5, 0.0), (0.125, 0.0), (0.0, 0.375))
-    first = world.train()
-    world.buffer._record.begin_segment()
-    world.journal.sync()
-    make_room(world.buffer._record, 1)
-    world.crash()
-    world.trainer_incarnation = world.buffer.join("trainer", "trainer", 0)
-    again = [world.train() for _ in range(2)]
-    assert again[0].return_G.tolist() == first.return_G.tolist() == [0.25, 0.75, 0.5, 0.0]
-    assert again[1].return_G.tolist() == [0.125, 0.0, 0.0, 0.375]
-    world.journal.sync()
-    assert world.replayed(2).return_G.tolist() == again[1].return_G.tolist()
-    assert violations(world.buffer.ledger) == []
-
-
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -170,23 +136,6 @@ def test_rewards_that_add_up_to_more_than_the_bound_cost_their_trajectory_only(t
     assert [status.scorers[name].failures for name in "bc"] == [{"reward": 1}, {}]
     assert world.train().return_G.tolist() == [-0.5, 1.75, 2.0]
     assert violations(world.buffer.ledger) == [] and world.closes()
-
-
-def test_a_trajectory_without_a_reward_is_in_the_record_with_its_steps_and_named_once(tmp_path: Path) -> None:
-    world = opened(tmp_path, {"judge": JUDGE}, algorithm=THREE)
-    lost = LostTrajectories(RecordSettings(8, (), (), "linear"))
-    world.buffer.watch_ends(lost.ended, lost.failed)
-    played(world)
-    scored(world, "judge", (0.25, NO_REWARD, 0.75), (NO_REWARD, 0.0, 1.0))
-    first, second = lost.take()
-    assert [first["id"], second["id"]] == ["group=0/sample=1/attempt=0", "group=1/sample=0/attempt=0"]
-    assert (first["fate"], first["reason"], len(first["steps"])) == ("failed", "scorer", 2)
-    said: list[str] = []
-    watch = FailureWatch(1, said.append, lambda text: None)
-    for _ in range(2):
-        watch.name_scorers(world.buffer.scoring.failures)
-    [line] = said
-    assert "scorer judge" in line and "group=0/sample=1: its reward is not a number" in line
 
 
 def test_a_trajectory_without_a_reward_stays_lost_after_crashes_copies_and_a_rollback(tmp_path: Path) -> None:
@@ -271,20 +220,6 @@ def test_a_scorer_that_was_removed_from_the_configuration_is_not_waited_for(tmp_
     world.settings = world.settings.model_copy(update={"scorers": {}})
     world.crash()
     assert world.batch().return_G.tolist() == [1.0, 0.0, 1.0, 0.0]
-
-
-def test_an_unfinished_group_does_not_wait_for_a_scorer_that_was_removed_meanwhile(tmp_path: Path) -> None:
-    world = opened(tmp_path, {"judge": JUDGE, "style": JUDGE | {"combine": "add"}})
-    played(world, 1)
-    work = world.generator.claimed()
-    world.settings = world.settings.model_copy(update={"scorers": config(scorers={"style": JUDGE}).scorers})
-    world.crash()
-    world.generator.finish(work)
-    assert world.buffer.scoring.pending("style") == [0, 1] and "judge" not in waits(world).detail
-    scored(world, "style", (0.25, 0.75), (0.5, 0.0))
-    world.crash()
-    assert world.batch().return_G.tolist() == [0.25, 0.75, 0.5, 0.0]
-    assert violations(world.buffer.ledger) == [] and world.closes()
 
 
 def teacher_N(batch: MiniBatch) -> list[float]:

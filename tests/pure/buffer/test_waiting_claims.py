@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from service.handoff.claims import FINAL, WaitingClaims
 from service.handoff.verbs import Assignment, Claim, ClaimAnswer, Wait, WaitReason
@@ -75,15 +73,6 @@ def test_one_that_serves_newer_weights_is_served_though_older_ones_came_first_an
     assert waiters.served == [2, 0, 1, 3], "in the order in which they came"
 
 
-def test_one_that_has_room_for_several_gets_as_many_as_there_are() -> None:
-    waiters = Waiters(Gives())
-    waiters.come(step=4, most=3)
-    waiters.come(step=4, most=3)
-    waiters.buffer.groups = [4, 4, 4, 3]
-    waiters.claims.look()
-    assert [len(answer) for _, answer in waiters.got if isinstance(answer, list)] == [3, 1]
-
-
 def test_each_gets_its_reason_at_its_deadline_and_is_then_out_of_the_line() -> None:
     waiters = Waiters(Gives())
     waiters.come(step=4, deadline=None)
@@ -106,15 +95,3 @@ def test_a_claim_for_which_no_group_can_come_waits_for_none_and_keeps_nobody_wai
     waiters.claims.look()
     assert [number for number, _ in waiters.got] == [1, 0]
     assert {answer for _, answer in waiters.got if isinstance(answer, Wait)} == {Wait(reason, "nothing", 0.0)}
-
-
-@given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 4), max_size=12))
-def test_after_a_look_none_waits_who_could_be_served(engines: list[int], groups: list[int]) -> None:
-    waiters = Waiters(Gives())
-    for step in engines:
-        waiters.come(step)
-    waiters.buffer.groups = list(groups)
-    waiters.claims.look()
-    left = [step for number, step in enumerate(engines) if number not in waiters.served]
-    assert not any(needed <= step for needed in waiters.buffer.groups for step in left)
-    assert len(waiters.claims.take()) == len(left)

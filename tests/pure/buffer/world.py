@@ -19,7 +19,6 @@ from service.handoff.steps import wire
 from service.handoff.steps.tables import step_group
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.types import (
-    NO_VERSION,
     Extension,
     MiniBatch,
     PolicyVersion,
@@ -82,17 +81,6 @@ def step(trajectory: TrajectoryId, uid: str, index: int, version: PolicyVersion 
         loss_mask=np.ones(2, np.bool_),
         versions=np.full(2, version.pack(), np.int64),
         extends=Extension(index - 1, len(before), digest(before)) if index else None,
-    )
-
-
-def appended_end(of: Step) -> Step:
-    """The same step with an end-of-sequence token that code appended."""
-    return replace(
-        of,
-        response_ids=np.append(of.response_ids, np.int32(1)),
-        logprobs=np.append(of.logprobs if of.logprobs is not None else [], np.float32(0)),
-        loss_mask=np.append(of.loss_mask, False),
-        versions=np.append(of.versions, np.int64(NO_VERSION)),
     )
 
 

@@ -1,4 +1,4 @@
-"""The merge against one that is written for the eye: whole token lists, compared with every row, whatever it costs.
+"""What holds for any episodes: the merge against one that is written for the eye, packing, and counts of tokens.
 
 A token is (the step that carries it, its place there, its id): equal tokens of two steps are different tokens unless
 one of the steps refers to them.
@@ -12,16 +12,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.columns import digest
+from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.batches.pack import place
+from service.handoff.ledger.scores import CompleteGroup
+from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.sharing import shared_form
-from service.handoff.steps.tables import row_objects, steps_table
+from service.handoff.steps.tables import ends_table, row_objects, steps_table
 from service.types import Extension, Row, Step, TrajectoryId
-from tests.pure.handoff.test_properties import MODES, SLOW_MACHINE, TOKENS
-from tests.pure.handoff.worlds import step, whole_prompts
+from tests.pure.handoff.worlds import end, step, whole_prompts
+
+SLOW_MACHINE = settings(deadline=None)  # a loaded machine is no failure
+MODES = st.sampled_from(["off", "linear", "tree"])
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=5)  # few ids, so that prefixes agree by chance
 
 Token = tuple[int, int, int]
 
@@ -196,3 +203,41 @@ def test_each_prompt_is_sent_as_the_longest_prefix_that_an_earlier_step_has(data
         shared = max((same(ids_of(s), before.prompt_ids.tolist()) for s in steps[: now.index]), default=0)
         assert (now.extends.length if now.extends is not None else 0) == shared
     assert steps_table(shared_form(made)).token_ids_N.tolist() == steps_table(made).token_ids_N.tolist()
+
+
+@SLOW_MACHINE
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 90)), min_size=1, max_size=40),
+    st.integers(1, 5),
+    st.sampled_from(["packed", "padded"]),
+)
+def test_packing_holds_every_row_once_within_the_budget(rows: list[tuple[int, int]], ranks: int, layout: Any) -> None:
+    trajectory_R, length_R = np.array(rows, np.int64).T
+    placement = place(length_R, trajectory_R.astype(np.int32), ranks, 100, layout)
+    micros = [(r, list(chosen)) for r, rank in enumerate(placement.ranks) for chosen in rank if chosen]
+    assert sorted(row for _, chosen in micros for row in chosen) == list(range(len(rows)))
+    assert len({len(rank) for rank in placement.ranks}) == 1
+    for _, chosen in micros:
+        padded = length_R[chosen].max() * len(chosen)
+        assert (padded if layout == "padded" else length_R[chosen].sum()) <= 100
+    rank_of = {(trajectory_R[row], r) for r, chosen in micros for row in chosen}
+    assert len(rank_of) == len(set(trajectory_R.tolist()))
+
+
+@SLOW_MACHINE
+@given(st.data(), MODES)
+def test_a_mini_batch_accounts_for_every_sampled_token(data: st.DataObject, mode: Any) -> None:
+    groups, sampled = [], 0
+    for group_id in range(data.draw(st.integers(1, 3))):
+        made = [data.draw(trees(TrajectoryId(group_id, s))) for s in range(data.draw(st.integers(1, 3)))]
+        ends = [end(TrajectoryId(group_id, s), len(e), float(s), f"p{group_id}") for s, e in enumerate(made)]
+        steps = [replace(s, logprobs=np.zeros(len(s.response_ids), np.float32)) for episode in made for s in episode]
+        sampled += sum(int(s.loss_mask.sum()) for s in steps)
+        groups.append(CompleteGroup(group_id, f"p{group_id}", steps_table(steps), ends_table(ends)))
+    settings = BatchSettings(ranks=2, token_budget=128, mode=mode, max_staleness=0)
+    batch = form_mini_batch(1, groups, VersionHistory(), settings)
+    loss = sum(int(m.loss_mask_N.sum()) for rank in batch.ranks for m in rank)
+    fates = ("tokens/loss", "tokens/stale", "tokens/untrained", "tokens/masked")
+    assert batch.metrics["tokens/sampled"] == sampled == sum(batch.metrics[f] for f in fates)
+    assert loss == batch.metrics["tokens/loss"] == batch.loss_tokens_G.sum()
+    assert sum(int((m.trajectory_of_row_R >= 0).sum()) for r in batch.ranks for m in r) == batch.rows_G.sum()

@@ -1,22 +1,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch
+from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.batches.credit import Rule
 from service.handoff.batches.filters import FilterSettings, filtered
-from service.handoff.batches.pack import Layout, in_bins, micro_batches, place
+from service.handoff.batches.pack import Layout, in_bins, place
 from service.handoff.ledger.events import Ended, GroupState, GroupStats
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
 from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.steps.values import OVER_LONG
-from service.handoff.steps.wire import decode_mini_batch, encode_mini_batch
-from service.types import MicroBatch, PolicyVersion, TrajectoryEnd, TrajectoryId
+from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.handoff.worlds import end, episode, shared, step
 
 SETTINGS = BatchSettings(ranks=2, token_budget=256, max_staleness=2)
@@ -66,22 +64,6 @@ def test_tokens_beyond_the_staleness_bound_carry_no_loss_and_are_counted() -> No
     assert batch.metrics["async/staleness_max"] == 4
 
 
-def test_rows_that_packing_makes_longer_show_in_the_padded_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = [group(np.random.default_rng(0), group_id) for group_id in (7, 3)]
-    metrics = form_mini_batch(1, groups, history_up_to(4), SETTINGS).metrics
-    longest = metrics["generate/batch_longest_row"]
-    assert metrics["generate/batch_padded_seq_len"] == longest
-
-    def glued(*arguments: Any) -> tuple[tuple[MicroBatch, ...], ...]:
-        return tuple(
-            tuple(replace(one, offsets_R=one.offsets_R[[0, -1]]) for one in rank) for rank in micro_batches(*arguments)
-        )
-
-    monkeypatch.setattr("service.handoff.batches.batch.micro_batches", glued)
-    metrics = form_mini_batch(1, groups, history_up_to(4), SETTINGS).metrics
-    assert metrics["generate/batch_longest_row"] == longest < metrics["generate/batch_padded_seq_len"]
-
-
 def test_a_dummy_carries_no_loss_and_counts_in_no_figure() -> None:
     groups = [CompleteGroup(0, "a", steps_table([step(0, [1], [2], reward=1)]), ends_table([end(reward=1)]))]
     batch = form_mini_batch(1, groups, VersionHistory(), SETTINGS)
@@ -105,17 +87,6 @@ def test_a_mini_batch_in_which_no_trajectory_has_a_step_is_of_dummies(layout: La
     none = [CompleteGroup(0, "a", steps_table([]), ends_table([end(steps=0), end(TrajectoryId(0, 1), steps=0)]))]
     batch = form_mini_batch(1, none, VersionHistory(), replace(SETTINGS, layout=layout))
     assert [[m.trajectory_of_row_R.tolist() for m in rank] for rank in batch.ranks] == [[[-1]], [[-1]]]
-
-
-def test_a_mini_batch_survives_its_bytes() -> None:
-    rng = np.random.default_rng(0)
-    batch = form_mini_batch(5, [group(rng, o) for o in range(3)], history_up_to(4), SETTINGS)
-    mine = decode_mini_batch(encode_mini_batch(batch_of_rank(batch, 1)))
-    assert (mine.lease, mine.groups, mine.metrics) == (batch.lease, batch.groups, batch.metrics)
-    assert (mine.advantage_G == batch.advantage_G).all()
-    for sent, kept in zip(mine.ranks[0], batch.ranks[1], strict=True):
-        assert (sent.token_ids_N == kept.token_ids_N).all() and (sent.offsets_R == kept.offsets_R).all()
-        assert sent.routed_experts_N is None
 
 
 def group_of(*ends: TrajectoryEnd) -> CompleteGroup:

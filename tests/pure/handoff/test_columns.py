@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import service
 from service.columns import concat, select, widened
@@ -30,9 +29,8 @@ from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.sharing import shared_form
-from service.handoff.steps.tables import in_order
 from service.rollout.step_sinks import StepColumns
-from service.columns import concat
+from service.handoff.steps.tables import same_step
 from service.handoff.steps.values import Limits
 from service.handoff.validate import refusal
 from service.handoff.steps.wire import decode, decode_mini_batch, encode, encode_mini_batch
@@ -61,17 +59,9 @@ assert refusal(group, limits) is None
 shared = group.steps
 assert shared.entropy_N.tolist() == [0, 0, 0.25, 0.5, 0, 0.75, 0, 1]
 
-def contradiction(*tables):
-    try:
-        return in_order(concat(tables)) and None
-    except ValueError as error:
-        return str(error)
-
-assert contradiction(group.steps, shared) is None
-other = columns((0, [1, 2], [3, 4], [0.25, 0.625])).steps()
-assert "step=0 came twice" in contradiction(shared, other)
-without = columns((0, [1, 2], [3, 4], None)).steps()
-assert without.entropy_N is None and "step=0 came twice" in contradiction(shared, without)
+assert same_step(group.steps, 0, shared, 0)
+assert not same_step(shared, 0, columns((0, [1, 2], [3, 4], [0.25, 0.625])).steps(), 0)
+assert not same_step(shared, 0, columns((0, [1, 2], [3, 4], None)).steps(), 0)
 
 rows = merge(shared).rows
 assert rows.token_ids_N.tolist() == [1, 2, 3, 4, 5, 6, 1, 2, 3, 9, 7]
@@ -96,20 +86,6 @@ def test_one_line_more_is_a_token_column_from_the_generator_to_the_trainer(tmp_p
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("dtype", [np.int16, np.uint8])
-def test_a_column_that_only_some_tables_have_is_filled_up(dtype: type[np.generic]) -> None:
-    with_experts = [
-        replace(s, routed_experts=np.ones((len(s.prompt_ids) + len(s.response_ids), 2, 4), dtype))
-        for s in episode(np.random.default_rng(0), 2)
-    ]
-    without = episode(np.random.default_rng(0), 2, TrajectoryId(0, 1))
-    joined = concat([steps_table(with_experts), steps_table(without)])
-    assert joined.routed_experts_N is not None and joined.routed_experts_N.shape == (len(joined.token_ids_N), 2, 4)
-    assert joined.routed_experts_N.dtype == dtype
-    assert (joined.routed_experts_N[: joined.offsets_K[2]] == 1).all()
-    assert (widened(joined.routed_experts_N)[joined.offsets_K[2] :] == -1).all()
 
 
 def test_experts_that_one_table_has_as_bytes_and_another_as_int16_are_joined_as_int16() -> None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from service.config.checks import problems
 from service.config.learn import AlgorithmConfig
 from service.config.tree import Config
-from service.errors import UserError
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
-from service.handoff.batches.credit import Credit, Rule, turn_advantages
-from service.handoff.batches.estimators import ESTIMATORS, TURN_ESTIMATORS, advantages
+from service.handoff.batches.credit import Rule, turn_advantages
 from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
@@ -25,8 +21,6 @@ from service.handoff.steps.tables import ends_table, step_objects, steps_table
 from service.handoff.steps.wire import decode_mini_batch, encode_mini_batch
 from service.types import MiniBatch, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.handoff.worlds import end, episode, ids
-
-SETTINGS = BatchSettings(ranks=1, token_budget=256)
 
 REWARDS = [[1.0, 0.0, 2.0], [0.5], [0.0, 3.0], []]
 UIDS = ["a", "a", "a", "a"]
@@ -44,27 +38,6 @@ def test_a_turn_counts_the_rewards_from_it_on_against_those_of_the_others_of_whi
     assert d.tolist() == []
 
 
-@given(groups, st.sampled_from(TURN_ESTIMATORS), st.data())
-def test_with_one_turn_each_credit_is_that_of_the_trajectory(
-    rewards: list[list[float]], estimator: str, data: st.DataObject
-) -> None:
-    single = [[sum(turns)] for turns in rewards]
-    uids = [data.draw(st.sampled_from("ab")) for _ in single]
-    expected = advantages(estimator, [turns[0] for turns in single], uids)
-    credits: list[Credit] = ["trajectory", "return_to_go"]
-    for credit in credits:
-        ours = turn_advantages(single, uids, credit, 0.9, estimator)
-        np.testing.assert_allclose(np.concatenate(ours), expected, rtol=1e-12, atol=1e-12)
-
-
-@given(groups)
-def test_dr_grpo_is_rloo_scaled_by_the_size_of_the_group(rewards: list[list[float]]) -> None:
-    n = len(rewards)
-    with_itself = turn_advantages(rewards, ["a"] * n, estimator="grpo_no_std")
-    for ours, without in zip(with_itself, turn_advantages(rewards, ["a"] * n), strict=True):
-        np.testing.assert_allclose(ours, without * (n - 1) / n, atol=1e-12)
-
-
 def test_grpo_divides_every_turn_by_the_deviation_of_whole_returns() -> None:
     plain = turn_advantages(REWARDS, UIDS, estimator="grpo_no_std")
     deviation = np.std([sum(turns) for turns in REWARDS], ddof=1)
@@ -77,19 +50,6 @@ def test_grpo_gives_nothing_where_whole_returns_are_equal_up_to_rounding() -> No
     assert sum(rewards[0]) != sum(rewards[1])
     assert not np.concatenate(turn_advantages(rewards, ["a", "a"], estimator="grpo")).any()
     assert np.concatenate(turn_advantages(rewards, ["a", "a"])).any()
-
-
-@pytest.mark.parametrize("estimator", TURN_ESTIMATORS)
-def test_equal_trajectories_have_advantages_of_exactly_zero(estimator: str) -> None:
-    ours = turn_advantages([[0.1, 0.7, 0.2]] * 7, ["a"] * 7, "return_to_go", 0.9, estimator)
-    assert not np.concatenate(ours).any()
-
-
-@pytest.mark.parametrize("estimator", sorted(set(ESTIMATORS) - set(TURN_ESTIMATORS)))
-def test_an_estimator_without_a_meaning_by_turn_is_refused_with_the_reason(estimator: str) -> None:
-    with pytest.raises(UserError, match=r"use grpo, grpo_no_std, rloo"):
-        turn_advantages([[1.0], [0.0]], ["a", "a"], estimator=estimator)
-    assert np.concatenate(turn_advantages([[1.0], [0.0]], ["a", "a"], "trajectory", estimator=estimator)).shape == (2,)
 
 
 @pytest.mark.parametrize(("reward", "uids"), [(np.inf, ["a"]), (1.0, [])])
@@ -150,12 +110,6 @@ def test_every_loss_token_has_the_advantage_of_its_turn_in_whatever_row_it_lies(
     assert batch.advantage_G.tolist() == pytest.approx(means, rel=1e-6)
 
 
-def test_without_credit_by_turn_no_turn_crosses_the_wire() -> None:
-    batch = form_mini_batch(1, [group_with([[1.0, 0.0], [0.0]])], VersionHistory(), SETTINGS)
-    assert batch.turn_advantage_X is None
-    assert all(micro.turn_N is None for rank in batch.ranks for micro in rank)
-
-
 def test_zero_variance_means_that_no_turn_has_an_advantage() -> None:
     by_turn = FilterSettings(Rule("rloo", "sum", "return_to_go"), zero_variance=True)
     same_sum = group_with([[1.0, 0.0], [0.0, 1.0]])
@@ -182,11 +136,3 @@ def test_credit_by_turn_is_refused_where_it_has_no_meaning(algorithm: dict[str, 
     config = Config(algorithm=AlgorithmConfig.model_validate({**algorithm, "credit": "return_to_go"}))
     found = [problem for problem in problems(config) if problem.startswith("algorithm.credit:")]
     assert found == [] if wrong is None else wrong in found[0] and len(found) == 1
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"credit": "return-to-go"}, {"gamma": float("nan")}, {"gamma": 1.5}, {"gamma": -0.1}]
-)
-def test_a_credit_or_a_discount_that_is_none_is_refused_by_name(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"^{next(iter(wrong))}="):
-        turn_advantages([[1.0, 2.0], [3.0]], ["a", "a"], **wrong)

@@ -106,11 +106,3 @@ def test_a_few_tokens_in_common_are_not_worth_sharing() -> None:
         rows = [[*range(shared), *range(100 + row, 100 + row + own)] for row in range(2)]
         offsets, expected = np.arange(3) * (shared + own), shared if is_shared else 0
         assert prefix_order(np.array(rows, np.int32).ravel(), offsets).shared_R.tolist() == [0, expected]
-
-
-def test_rows_without_tokens_are_rows() -> None:
-    nothing = np.zeros(0, np.int32)
-    for offsets in (np.array([0]), np.array([0, 0, 0])):
-        order = prefix_order(nothing, offsets)
-        assert len(order.within(np.zeros(len(offsets) - 1, np.int64)).row_R) == len(offsets) - 1
-        assert len(distinct_slots(order, offsets)) == 0

@@ -12,16 +12,6 @@ import service.columns
 import service.handoff
 
 MODULES = sorted(info.name for info in pkgutil.walk_packages(service.handoff.__path__, "service.handoff."))
-SHAPES = (
-    "batches.batch",
-    "batches.pack",
-    "batches.credit",
-    "batches.estimators",
-    "prefixes.merge",
-    "prefixes.sharing",
-    "steps.tables",
-)
-"""Modules that change the shape of data."""
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -32,9 +22,3 @@ def test_the_examples_of_a_module_hold(name: str) -> None:
 def test_the_examples_of_columns_hold() -> None:
     result = doctest.testmod(service.columns)
     assert result.attempted > 0 and result.failed == 0
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_module_that_changes_the_shape_of_data_has_an_example(name: str) -> None:
-    module = importlib.import_module(f"service.handoff.{name}")
-    assert doctest.testmod(module).attempted > 0

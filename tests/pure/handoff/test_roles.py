@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
-from service.handoff.batches.credit import Credit, ReturnRule, Rule, returns, turn_advantages
+from service.handoff.batches.credit import Credit, ReturnRule, returns
 from service.handoff.batches.estimators import GROUP_ESTIMATORS, TURN_ESTIMATORS, advantages
-from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.ledger.events import Scored
 from service.handoff.ledger.scores import CompleteGroup, with_scores
 from service.handoff.ledger.state import VersionHistory
@@ -72,17 +71,6 @@ def test_every_role_is_compared_with_the_same_role_of_the_other_trajectories(rul
     assert not any(key.startswith("role/critic") for key in batch.metrics)
 
 
-@pytest.mark.parametrize("credit", ["return_to_go"])
-def test_with_credit_by_turn_the_turns_of_a_role_are_counted_among_themselves(credit: Credit) -> None:
-    settings = BatchSettings(1, 256, "rloo", "sum", credit, 0.9, train=TRAIN, named_roles=NAMED)
-    batch = form_mini_batch(1, [group_of(GROUP)], VersionHistory(), settings)
-    main, verifier = (
-        turn_advantages(of_role(role), ["p"] * len(of_role(role)), credit, 0.9) for role in ("main", "verifier")
-    )
-    expected = [main[0][0], verifier[0][0], main[0][1], verifier[0][1], main[1][0], verifier[1][0], main[2][0]]
-    assert batch.turn_advantage_X is not None and batch.turn_advantage_X.tolist() == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 @pytest.mark.parametrize("credit", ["trajectory", "return_to_go"])
 def test_a_role_that_spoke_in_one_trajectory_of_a_group_has_no_baseline_and_no_advantage(
@@ -96,14 +84,6 @@ def test_a_role_that_spoke_in_one_trajectory_of_a_group_has_no_baseline_and_no_a
     found_X = form_mini_batch(1, groups, VersionHistory(), settings).turn_advantage_X
     assert found_X is not None and found_X[1] == 0.0
     assert found_X[0] != 0.0 and found_X[5] != 0.0
-
-
-def test_a_group_teaches_where_the_returns_of_a_trained_role_differ() -> None:
-    settings = FilterSettings(Rule("rloo", named=NAMED), TRAIN, zero_variance=True)
-    alike = [[("main", 1.0, 0.0), ("verifier", float(sample), 0.0), ("critic", 0.0, 0.0)] for sample in (0, 1)]
-    assert filtered(group_of(alike), settings) is None
-    ended = filtered(group_of(alike), replace(settings, train=TRAINED))
-    assert ended is not None and ended.reason == "zero_variance"
 
 
 def test_rewards_given_later_travel_with_the_end_and_count_for_their_step() -> None:

@@ -47,24 +47,6 @@ def test_a_group_of_one_follows_the_published_definitions() -> None:
     assert advantages("maxrl", [0.5], ["a"]).tolist() == [0.5]
 
 
-def test_an_unknown_estimator_names_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"gae.*grpo"):
-        advantages("gae", [1.0], ["a"])
-
-
-def test_a_registered_estimator_is_known_by_its_name() -> None:
-    @estimator("sign")
-    def sign(returns_G: Float64s, group_G: Int64s) -> Float64s:
-        return np.sign(returns_G)
-
-    try:
-        assert advantages("sign", [-2.0, 3.0], ["a", "a"]).tolist() == [-1, 1]
-        with pytest.raises(ValueError, match="already"):
-            estimator("sign")(sign)
-    finally:
-        del ESTIMATORS["sign"]
-
-
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A module of the user's that registers estimators."""
