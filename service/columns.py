@@ -144,12 +144,9 @@ def _column(name: str, hint: Any) -> Iterator[Column]:
 
 
 def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
-    """A table of the items at these positions, in this order. Of names such as `uids`, the new table has only those
-    that these items use.
+    """A table of the items at these positions, in this order, with only the names (such as `uids`) that they use.
 
-    Token columns are views if the selected tokens are contiguous in the table.
-
-    `copy`: if True, token columns never share memory with the table.
+    Token columns are views if the selected tokens are contiguous and `copy` is False.
     """
     columns, made = columns_of(type(table)), dict[str, Any]()
     for column in columns.items:
@@ -170,11 +167,9 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
 def segments_of(
     table: Table, start_C: Int64s, stop_C: Int64s, copy: bool = False, columns: Sequence[Column] | None = None
 ) -> dict[str, Any]:
-    """For each token column of a table, by its name: the segments [C] `start:stop` of the column, concatenated. The
-    arrays are views if the segments are contiguous in the table and `copy` is False. `columns`: the columns of another
-    ragged axis, to use instead of the token columns.
+    """{column name: the segments [C] `start:stop`, concatenated}; views if they are contiguous and `copy` is False.
 
-    Segments that are adjacent in the table and in the result are copied as one segment:
+    `columns`: those of another ragged axis. Adjacent segments are copied as one segment:
 
         select [0 1 3] of items with offsets [0 5 9 12 20]  ->  copies tokens 0:9 and 12:20
     """
@@ -191,10 +186,7 @@ def segments_of(
 
 
 def _joined(parts: dict[str, list[NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    """Each column's parts concatenated; all columns lie in one block of memory.
-
-    Page faults cost more than copying, and one large block causes fewer page faults than several blocks.
-    """
+    """Each column's parts concatenated, all in one block of memory, which causes fewer page faults than several."""
     heads = {name: (sum(map(len, arrays)), *arrays[0].shape[1:]) for name, arrays in parts.items()}
     sizes = {name: math.prod(shape) * parts[name][0].itemsize for name, shape in heads.items()}
     room, stop, made = np.empty(sum(size + -size % ALIGNMENT for size in sizes.values()), np.uint8), 0, {}
@@ -206,15 +198,12 @@ def _joined(parts: dict[str, list[NDArray[Any]]]) -> dict[str, NDArray[Any]]:
 
 
 def concat(tables: Sequence[AnyTable]) -> AnyTable:
-    """The items of several tables, in order, as one table.
-
-    Where a table lacks a column that another table has, the result has the column's fill value. All fields of a table
-    are read in one operation, because there may be thousands of tables with a single step each.
-    """
+    """The items of several tables, in order, as one table; a column that only some tables have is filled up."""
     if len(tables) == 1:
         return tables[0]
     of = type(tables[0])
     columns, names = columns_of(of), [field.name for field in fields(of)]
+    # at once for all fields of a table: there may be thousands of tables with a single step each
     parts = dict(zip(names, zip(*map(attrgetter(*names), tables), strict=True), strict=True))
     sizes = [len(table) for table in tables]
     items = {column.name: _filled_up(column, parts[column.name], sizes) for column in columns.items}
@@ -243,8 +232,8 @@ def _filled_up(column: Column, arrays: Sequence[NDArray[Any] | None], counts: Se
 
 
 def filled(column: Column, count: int, like: NDArray[Any] | None = None) -> NDArray[Any]:
-    """An array of `count` items, all equal to the column's fill value. The items have the same shape as the items of
-    `like`; if the column may have two types, the array has the type of `like`."""
+    """An array of `count` fill values of a column, with the shape of the items of `like`, and with its type if the
+    column may have two."""
     rest = () if like is None else np.shape(like)[1:]
     array = np.full((count, *rest), column.about.fill or 0, column.dtype)
     return array if like is None or column.narrow is None else array.astype(like.dtype)
@@ -257,11 +246,8 @@ def of_one_type(column: Column, arrays: list[Any]) -> list[Any]:
 
 
 def widened(array: NDArray[Any]) -> NDArray[Any]:
-    """Expert numbers `[..., k]` as int16. If all k numbers of a token are 255 in a uint8 array, its experts are
-    unknown, and all k numbers become -1.
-
-    The k experts of a token differ, so for k > 1 a token with expert 255 is not mistaken for an unknown one.
-    """
+    """Expert numbers `[..., k]` as int16; in a uint8 array, k numbers of 255 are unknown experts (-1), because the k
+    experts of a token differ."""
     if array.dtype != np.uint8:
         return array
     wide = array.astype(np.int16)
@@ -347,7 +333,6 @@ def codes_of(names: Iterable[Name]) -> tuple[tuple[Name, ...], Int32s]:
 def _joined_names(
     names_of_tables: Sequence[tuple[str, ...]], codes_of_tables: Sequence[Int32s]
 ) -> tuple[tuple[str, ...], Int32s]:
-    """The distinct names of several tables, and all items' indices into them."""
     start: dict[tuple[str, ...], int] = {}
     strings: list[str] = []
     for names in names_of_tables:

@@ -39,8 +39,7 @@ def lock_folder(folder: Path, seconds: float) -> TextIO:
 
 
 def is_locked(folder: Path) -> bool:
-    """True if a process of this machine holds the lock of a folder. To find out, this function takes the lock for a
-    moment."""
+    """True if a process of this machine holds the lock of a folder; takes the lock for a moment to find out."""
     try:
         with (folder / LOCK).open() as lock:
             return not _try_lock(lock, fcntl.LOCK_SH)
@@ -67,10 +66,7 @@ def _try_lock(lock: TextIO, how: int) -> bool:
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield another path for the block to write to. If the block succeeds, the new file replaces `path`; otherwise it
-    is deleted.
-
-    Readers see either the old file or the complete new file.
-    """
+    is deleted."""
     partial = partial_file(path)
     try:
         yield partial
@@ -88,14 +84,12 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def partial_file(path: Path) -> Path:
-    """The path at which this process writes a file that will be renamed to `path`. It has the suffix of `path`, because
-    some writers choose the format by the suffix."""
+    """The path at which this process writes the new `path`; with its suffix, by which some writers choose a format."""
     return path.with_name(f".partial.{os.getpid()}.{path.name}")
 
 
 def create_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, unless the file exists; if several processes write at once, one of
-    them wins."""
+    """Write a file that only its owner can read, unless it exists; of several writing processes one wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(dir=path.parent)
     try:
@@ -110,8 +104,7 @@ def create_private(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder for the block to fill. If the block succeeds, the new folder replaces `folder`; otherwise
-    the new folder is deleted."""
+    """Yield an empty folder for the block to fill; it replaces `folder`, or is deleted if the block fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     recover_folder(folder)
     partial, previous = _partial_folder(folder), previous_folder(folder)
@@ -131,8 +124,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def recover_folder(folder: Path) -> None:
-    """Repair a folder whose replacement was interrupted: restore the previous folder, and delete the incomplete new
-    folder."""
+    """Repair a folder whose replacement was interrupted: restore the previous one, delete the incomplete new one."""
     if not folder.exists() and previous_folder(folder).exists():
         os.replace(previous_folder(folder), folder)
     for left in (_partial_folder(folder), previous_folder(folder)):

@@ -37,10 +37,8 @@ class Admission:
             )
 
     def reserved(self, record: Record) -> int:
-        """Bytes of memory of the accepted steps, plus the maximum that unfinished trajectories may still add.
-
-        Groups of the next mini-batch that have to be read back from the journal after an undone step count too.
-        """
+        """Bytes of the accepted steps, also of those that the next mini-batch reads back from the journal, plus the
+        maximum that unfinished trajectories may still add."""
         groups, next_ones = record.ledger.state.groups, record.ledger.finished[: self._settings.mini_batch_size]
         to_read_back = sum(groups[o].n_bytes for _, o in next_ones if o not in record.store.held)
         return record.n_bytes + to_read_back + self._to_come(record.ledger)
@@ -50,11 +48,8 @@ class Admission:
         return self._settings.max_journal_bytes - journal.segment_bytes
 
     def disk_wait(self, record: Record, n_samples: int) -> tuple[WaitReason, str] | None:
-        """Return a reason and its text if the journal or its disk has no room for `n_samples` more trajectories; None
-        if there is room.
-
-        If there is no room, the removal of unneeded frames from the journal begins.
-        """
+        """The reason and its text if the journal or its disk has no room for `n_samples` more trajectories; then the
+        removal of unneeded frames begins."""
         journal, groups = record.journal, record.ledger.state.groups.values()
         worst = self._to_come(record.ledger) + n_samples * self._worst.trajectory + EVENT_BYTES
         held, limit = journal.position - journal.start, self.journal_limit(journal)
@@ -70,8 +65,7 @@ class Admission:
         return WaitReason.DISK, f"the journal holds {held} bytes and may need {worst} more, {bound}"
 
     def wait(self, record: Record, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
-        """Return a reason and its text if an engine that serves version `serving` has to wait for one more group; None
-        if it may have the group now."""
+        """The reason and its text if an engine that serves version `serving` has to wait for one more group."""
         ledger = record.ledger
         batch = ledger.next_slot // self._settings.mini_batch_size
         ahead = self._settings.lookahead
@@ -84,12 +78,8 @@ class Admission:
         return None
 
     def first_to_wait(self, ledger: Ledger, serving: PolicyVersion) -> int:
-        """The smallest group_id among the untrained groups for which the version `serving` is too old; if there is
-        none, the next group_id.
-
-        After a trainer went back to an earlier step, for example, later groups wait until the undone steps are
-        repeated.
-        """
+        """The smallest group_id of an untrained group for which the version `serving` is too old, for example after a
+        trainer went back; if there is none, the next group_id."""
         batches = effective_step(ledger, serving) + self._settings.lookahead + 1
         free = batches * self._settings.mini_batch_size - (ledger.next_slot - len(ledger.slots))
         return next(islice(ledger.slots, max(free, 0), None), ledger.state.next_group_id)

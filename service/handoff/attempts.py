@@ -38,8 +38,7 @@ class Attempts:
         self._record = record
 
     def restart(self, group_id: int, samples: tuple[int, ...], reason: str) -> None:
-        """Start the trajectories `samples` of a group again as new attempts; if one of them has no attempt left, or if
-        the run is ending, end the group instead."""
+        """Start trajectories of a group again; end the group if one has no attempt left, or if the run is ending."""
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         if self._record.ledger.state.draining is not None:
             self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
@@ -49,8 +48,8 @@ class Attempts:
             self._record.add(events.Restarted(group_id, samples, reason))
 
     def lose(self, group_id: int, sample: int, reason: str) -> None:
-        """Restart a failed trajectory. If no attempt is left, or if the run is ending, the group continues without the
-        trajectory; the group ends if fewer than two other trajectories remain."""
+        """Restart a failed trajectory; if it has no attempt left, or the run is ending, the group continues without it,
+        or ends if fewer than two others remain."""
         state = self._record.ledger.state
         can_restart = state.groups[group_id].trajectories[sample].attempt + 1 < self._settings.max_attempts
         if (can_restart and state.draining is None) or not self._goes_on_without(group_id, (sample,), reason):
@@ -80,11 +79,8 @@ class Attempts:
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, GROUP_DEADLINE))
 
     def restart_refused(self, message: StepGroup, refused: Refusal) -> None:
-        """Restart the trajectory of a refused message: without the message, the trajectory cannot become complete.
-
-        Nothing restarts if the message is about several trajectories, or about an attempt that its sender does not play
-        now, or if it was refused because an id in it is wrong (`RefusalReason.IDENTITY`).
-        """
+        """Restart the trajectory of a refused message, without which it cannot become complete; not if the message is
+        about several trajectories or one that its sender does not play now, or has a wrong id."""
         ids = {*trajectory_ids(message.steps), *trajectory_ids(message.ends)}
         if len(ids) != 1 or refused.reason is RefusalReason.IDENTITY:
             return

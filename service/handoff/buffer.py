@@ -86,9 +86,9 @@ class Buffer:
     # -- the five verbs -----------------------------------------------------------------------------------------------
 
     def claim(self, claim: Claim) -> Assignment | Wait | Refusal:
-        """Give work to a generator: first trajectories to restart, then the next prompt if it is admitted.
+        """Give work to a generator: trajectories to restart, or the next prompt if it is admitted.
 
-        If a claim is repeated because its answer was lost, it gets the unfinished part of the work in that answer.
+        A repeated claim gets the unfinished part of its first answer.
         """
         if (fenced := self._fenced(claim.generator, claim.incarnation)) is not None:
             return fenced
@@ -108,8 +108,7 @@ class Buffer:
         return given or answer  # type: ignore[return-value]
 
     def submit(self, data: bytes) -> Receipt | Refusal:
-        """Accept a message (a step group). The receipt is valid once everything that the journal has now is on the
-        disk."""
+        """Accept a step group; the receipt is valid once everything that the journal has now is on the disk."""
         message = decode(data, self._settings.limits)
         if isinstance(message, Refusal):
             return self._refuse(message)
@@ -126,7 +125,6 @@ class Buffer:
         return answer._replace(wanted=max(lacks // self._shares, 1))
 
     def _accept(self, data: bytes, message: StepGroup) -> Receipt | Refusal:
-        """Journal and apply the new content of a valid message; then restart the failed attempts that it reports."""
         if self.ledger.received(message.sender):
             self._restart_failed(message)
             return Receipt(duplicate=True)
@@ -160,8 +158,7 @@ class Buffer:
         return self.finish_lease(answer, answer.run()) if isinstance(answer, BatchJob) else answer
 
     def begin_lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal | BatchJob:
-        """Like `lease`, but where `lease` forms a new mini-batch, return a job that forms it: the caller runs the job,
-        and calls `finish_lease` with the result."""
+        """Like `lease`, but return a job where `lease` forms a mini-batch: its result goes to `finish_lease`."""
         if trainer_incarnation != self.ledger.state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         if self.ledger.state.leases:
@@ -171,12 +168,8 @@ class Buffer:
         return self._leases.begin(trainer_incarnation)
 
     def finish_lease(self, job: BatchJob, made: BatchResult | list[int]) -> MiniBatch | Wait | Refusal:
-        """Lease the mini-batch that a job formed. If the trainer, the version or a group changed while the job ran,
-        form another mini-batch at once, in this thread.
-
-        If `made` is a list of group_ids, the estimator gave these groups no finite advantage: they are refused for
-        good, and a mini-batch is formed without them.
-        """
+        """Lease the mini-batch that a job formed; form another one, in this thread, if the trainer, the version or a
+        group changed meanwhile, or if `made` lists groups without a finite advantage, which are refused for good."""
         if isinstance(made, list):
             groups = self.ledger.state.groups
             for group_id in made:
@@ -204,8 +197,7 @@ class Buffer:
         return None
 
     def release(self, trainer_incarnation: int, lease: int, reason: str) -> Refusal | None:
-        """End a lease without an optimizer step: its groups wait to be leased again, or are refused after
-        `buffer.max_lease_attempts` leases. Idempotent."""
+        """End a lease without an optimizer step: its groups wait for another lease, if one is left. Idempotent."""
         if trainer_incarnation != self.ledger.state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         state = self.ledger.state
@@ -220,13 +212,11 @@ class Buffer:
     def join(
         self, role: Literal["generator", "trainer"], name: str, step: int | None = None, resumes: bool = False
     ) -> int:
-        """Admit a new incarnation of a generator or of the trainer, and return its number. Calls of older incarnations
-        are refused from now on, and their work is reassigned.
+        """Admit a new incarnation of a generator or of the trainer, and return its number; calls of older ones are
+        refused from now on.
 
-        With `resumes` a generator keeps the work of its older incarnation; `unfinished` returns that work.
-
-        A trainer continues from `step`, by default from the newest step; groups that were trained after that step are
-        leased again. The policy versions that this trainer makes have the returned incarnation.
+        With `resumes` a generator keeps its work, which `unfinished` returns. A trainer continues from `step` (by
+        default the newest): groups that were trained later are leased again.
         """
         state = self.ledger.state
         if role == "trainer":
@@ -258,10 +248,8 @@ class Buffer:
         return tuple(self._claims.unfinished(generator))
 
     def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId]) -> None:
-        """Record that a generator's trajectories continue without a new step: their `buffer.step_deadline` restarts.
-
-        Renewals are not journalled, because a restart of the buffer restarts every deadline.
-        """
+        """Restart the `buffer.step_deadline` of trajectories that continue without a new step; not journalled, because
+        a restart of the buffer restarts every deadline."""
         for of in trajectories:
             if self.ledger.plays(Sender(generator, incarnation, 0), of):
                 self.ledger.renew((of.group_id, of.sample), self._clock.monotonic())
@@ -277,8 +265,7 @@ class Buffer:
             self._attempts.restart(group_id, tuple(samples), "generator_left")
 
     def covered(self, step: int, oldest_kept: int | None = None) -> None:
-        """Record that a durable checkpoint covers `step`, and that trainers go back no further than `oldest_kept`, by
-        default `step`."""
+        """Record that a durable checkpoint covers `step`; trainers go back to `oldest_kept`, or to `step`, at most."""
         self._record.add(events.Covered(step, step if oldest_kept is None else oldest_kept))
 
     def drain(self, reason: str) -> None:
@@ -314,8 +301,7 @@ class Buffer:
 
     @property
     def revision(self) -> int:
-        """Number of events applied so far. While it stays the same, only a deadline that passes can change the result
-        of a verb."""
+        """Number of events so far; while it stays the same, only deadlines can change the result of a verb."""
         return self._record.revision
 
     @property
@@ -324,8 +310,7 @@ class Buffer:
         return self.ledger.history.current
 
     def watch_ends(self, on_end: OnEnd, on_failure: OnFailure | None = None) -> None:
-        """Register two functions: `on_end` is called when a group ends untrained, `on_failure` when an attempt fails.
-        `OnEnd` and `OnFailure` describe their arguments."""
+        """Call `on_end` whenever a group ends untrained, `on_failure` when an attempt fails."""
         self._record.on_end, self._record.on_failure = on_end, on_failure
 
     def complete_group(self, group_id: int) -> CompleteGroup:
@@ -333,7 +318,6 @@ class Buffer:
         return load_groups(self._record, [group_id])[0]
 
     def status(self) -> BufferStatus:
-        """The present status of the buffer."""
         ledger, state, record = self.ledger, self.ledger.state, self._record
         return BufferStatus(
             revision=record.revision,

@@ -43,8 +43,7 @@ class Claims:
         self._admission, self._scoring = admission, scoring
 
     def answer(self, claim: Claim) -> Assignment | Wait:
-        """Return the work for a claim, or the reason why the generator has to wait. A repeated claim gets the
-        unfinished part of its first answer."""
+        """The work for a claim, or why the generator has to wait."""
         record, state = self._record, self._record.ledger.state
         if claim.request_id in state.generators[claim.generator].given:
             return self._given_before(claim)
@@ -86,7 +85,6 @@ class Claims:
         return Wait(WaitReason.ANSWERED, detail, self._record.clock.monotonic())
 
     def _restarted_group(self, serving: PolicyVersion) -> int | None:
-        """The oldest group with samples to restart, among those that an engine of this version may play."""
         ledger = self._record.ledger
         if not ledger.unassigned:
             return None
@@ -138,11 +136,8 @@ class WaitingClaims:
         self._came = 0
 
     def answer(self, claim: Claim, most: int, deadline: float | None, reply: Callable[[ClaimAnswer], None]) -> None:
-        """Answer a claim, by calling `reply`, as soon as there is a group for it, or at `deadline`; without a deadline,
-        at once. `most`: maximum number of groups in the answer.
-
-        The deadline must not be earlier than the deadline of the claim before.
-        """
+        """Answer a claim of up to `most` groups by calling `reply`, as soon as there is one or at `deadline`, which is
+        not before that of the claim before; None: at once."""
         answer = self._ask(claim, most)
         if deadline is None or not _waits(answer):
             reply(answer)
@@ -151,8 +146,7 @@ class WaitingClaims:
         self._waiting[self._came] = WaitingClaim(claim, most, answer, deadline, reply)
 
     def look(self) -> None:
-        """After a change of the buffer, answer the waiting claims for which there is now a group, in order of
-        arrival."""
+        """Answer the waiting claims for which there is now a group, in order of arrival."""
         blocked: PolicyVersion | None = None
         for number, waiting in list(self._waiting.items()):
             serving = waiting.claim.serving
@@ -166,8 +160,7 @@ class WaitingClaims:
                 waiting.reply(answer)
 
     def expire(self, now: float) -> None:
-        """Answer every claim whose deadline has passed, with the `Wait` that the buffer returned when the claim
-        arrived."""
+        """Answer every claim whose deadline has passed with its first `Wait`."""
         while self._waiting:
             number, waiting = next(iter(self._waiting.items()))
             if waiting.deadline > now:

@@ -95,11 +95,8 @@ class WorstBytes:
 
     @property
     def trajectory(self) -> int:
-        """Maximum bytes of one trajectory: at most an equal share of `buffer.max_group_bytes`.
-
-        Every turn of an environment is counted with the maximum length. All calls of an agent together are counted with
-        `max_session_tokens` tokens and a transcript. The end record is counted with a role and a reward for each step.
-        """
+        """Maximum bytes of one trajectory: turns of the maximum length, or an agent's session with its transcript, but
+        at most an equal share of `buffer.max_group_bytes`."""
         everything = self.max_turns * (self.step + SAID_BYTES) + ITEM_BYTES
         if calls := self.max_session_calls:
             session = item_bytes(self.max_session_tokens, self.token, calls + 1)
@@ -112,12 +109,10 @@ class WorstBytes:
         return self.n_samples * self.trajectory
 
     def journal(self, n_groups: int) -> int:
-        """Minimum bytes of a journal that can always free space for new steps while `n_groups` groups are needed.
+        """Smallest journal that cannot deadlock while `n_groups` groups are needed: those of all optimizer steps since
+        the oldest kept checkpoint, or of one mini-batch.
 
-        The needed groups are those of all optimizer steps since the oldest kept checkpoint, or of one mini-batch if no
-        checkpoints are written. The journal also needs room for events, and one segment for copies of needed frames.
-        Other groups and replaced attempts are removed when a claim waits for space; what is not removed yet counts as
-        one more group.
+        What is not removed yet counts as one more group; events and copies of needed frames take room too.
         """
         groups = (n_groups + 1) * self.group
         return (groups + EVENT_BYTES) * JOURNAL_SEGMENTS // (JOURNAL_SEGMENTS - 1) + 1

@@ -39,8 +39,7 @@ class BatchJob:
     settings: BatchSettings
 
     def run(self) -> BatchResult | list[int]:
-        """Form the mini-batch: merge steps, compute advantages, pack rows, mask tokens. If the estimator gives some
-        groups no finite advantage, return their group_ids instead."""
+        """Form the mini-batch; return the groups to which the estimator gives no finite advantage, if there are any."""
         try:
             return formed(self.lease, self.groups, self.history, self.settings)
         except NoAdvantage as error:
@@ -56,11 +55,8 @@ class Leases:
         self._newest: MiniBatch | None = None
 
     def begin(self, trainer_incarnation: int) -> BatchJob:
-        """Collect the inputs of the next lease's mini-batch.
-
-        Raises:
-            ValueError: a group is not complete; without this error, `lease` would form the mini-batch again for ever.
-        """
+        """The inputs of the next mini-batch; raises a ValueError if a group is not complete, so that `lease` does not
+        form mini-batches for ever."""
         ledger, size = self._record.ledger, self._settings.mini_batch_size
         ready = ledger.slots if self._settings.order == "strict" else [group_id for _, group_id in ledger.finished]
         state, group_ids = ledger.state, tuple(islice(ready, size))
@@ -98,8 +94,7 @@ class Leases:
         return self._newest
 
     def release(self, lease: int, reason: str) -> None:
-        """Release an open lease: its groups wait to be leased again, or are refused after `buffer.max_lease_attempts`
-        leases."""
+        """Release an open lease; refuse its groups after `buffer.max_lease_attempts` leases."""
         ledger = self._record.ledger
         group_ids = ledger.state.leases[lease].group_ids
         self._record.add(events.Released(lease, reason))
@@ -121,13 +116,8 @@ class Leases:
 
 
 def with_filtered(batch: MiniBatch, filtered: events.GroupStats) -> MiniBatch:
-    """The mini-batch, with reward metrics that also cover the groups filtered since the previous mini-batch.
-
-    `generate/tokens_per_kept_token` is the cost of resampling: 2 means that filters removed half of all sampled tokens.
-
-    A leased group of 2 trajectories with rewards 0 and 1, and a filtered group with rewards 1 and 1: mean reward
-    (0 + 1 + 1 + 1) / 4 = 0.75.
-    """
+    """The mini-batch, with reward metrics that also cover the groups filtered since the previous mini-batch, and with
+    the cost of resampling: 2 tokens per kept token if filters removed half of all."""
     metrics = reward_metrics(group_stats(batch.return_G, batch.prompt_of_trajectory_G), filtered)
     sampled = batch.metrics["tokens/sampled"]
     cost = {

@@ -23,12 +23,8 @@ from service.types import Int64s
 
 
 class Prompts:
-    """The dataset rows in the order in which their prompts are issued. After the last row a new epoch begins; with
-    `shuffle`, each epoch has an order of its own.
-
-    With 3 rows, places 0 1 2 are the first epoch, 3 4 5 the second. A group_id never repeats; it is equal to the
-    group's place, unless a curriculum skipped places.
-    """
+    """The dataset rows in the order in which their prompts are issued, epoch by epoch: with 3 rows, places 0 1 2 are
+    the first epoch, 3 4 5 the second. With `shuffle`, each epoch has an order of its own."""
 
     def __init__(self, uids: Sequence[str], seed: int, shuffle: bool) -> None:
         if not uids:
@@ -44,8 +40,7 @@ class Prompts:
         return int(self.rows(place, place + 1)[0])
 
     def rows(self, start: int, stop: int) -> Int64s:
-        """The dataset rows at the places from `start` to `stop`, or only to the end of the epoch that contains
-        `start`."""
+        """The dataset rows at the places from `start` to `stop`, or to the end of the epoch."""
         epoch, first = divmod(start, len(self._uids))
         last = min(first + stop - start, len(self._uids))
         return self._order(epoch)[first:last] if self._shuffle else np.arange(first, last)
@@ -91,12 +86,8 @@ class Curriculum:
         """For each row, the index of its prompt's kind in `KINDS`."""
 
     def next_place(self) -> int:
-        """The next place in the order whose prompt is issued: it is untried, or inside the band, or outside the band
-        but drawn for this epoch.
-
-        If no place within one length of the dataset qualifies, the next place is issued. So with `outside: 0` and no
-        prompt in the band, all prompts are issued.
-        """
+        """The next place whose prompt is untried, inside the band, or drawn for this epoch; the next place of all if
+        there is none within one length of the dataset."""
         start = first = self._ledger.state.next_place
         if self._settings is None:
             return first
@@ -114,8 +105,7 @@ class Curriculum:
         return first
 
     def counts(self) -> dict[str, int]:
-        """The number of prompts by kind: untried, or with a success below, inside or above the band; empty without
-        settings."""
+        """The number of prompts by kind; empty without settings."""
         if self._settings is None:
             return {}
         self._catch_up(self._settings)

@@ -94,8 +94,7 @@ class Scoring:
         return [group_id for group_id in self._record.ledger.scoring if scorer in groups[group_id].awaited]
 
     def group(self, group_id: int) -> tuple[int, StepGroup]:
-        """The dataset row of a group that waits for scorers; and the group's steps and end records, sorted by sample
-        and not changed by scores."""
+        """The dataset row of a group that waits for scorers; and its steps and end records, sorted by sample."""
         sender = Sender("", 0, group_id)
         return self._record.ledger.state.groups[group_id].row, StepGroup(sender, *self._record.store.unscored(group_id))
 
@@ -104,10 +103,11 @@ class Scoring:
         return self._record.store.scores(group_id)
 
     def accept(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
-        """Journal a scorer's answer about a group; does nothing if the answer is no longer needed.
+        """Journal a scorer's answer about a group, if it is still needed.
 
-        The group continues without the trajectories whose reward, or sum of rewards, is invalid; if fewer than two
-        trajectories would remain, the answer is refused."""
+        The group continues without trajectories whose reward, or sum of rewards, is invalid; the answer is refused if
+        fewer than two would remain.
+        """
         if not self.awaits(group_id, scorer):
             return None
         if (wrong := self._wrong(group_id, scorer, answer)) is not None:
@@ -137,7 +137,7 @@ class Scoring:
         self._status[scorer].seconds += seconds
 
     def give_up(self, group_id: int, scorer: str, reason: str) -> None:
-        """Stop waiting for a scorer's answer about a group; the scorer's `fallback` decides if the group is refused."""
+        """Stop waiting for a scorer's answer about a group, as its `fallback` says."""
         if not self.awaits(group_id, scorer):
             return
         if self._scorers[scorer].fallback == "refuse":
@@ -162,7 +162,6 @@ class Scoring:
         examine(self._record, self._filters)
 
     def _wrong(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
-        """Why a scorer's answer cannot be used; None if it can."""
         trajectories = [t for t in self._record.ledger.state.groups[group_id].trajectories if not t.given_up]
         path = f"scorers.{scorer}"
         if self._scorers[scorer].kind == "teacher":
@@ -186,7 +185,7 @@ class Scoring:
         return None
 
     def _rewards(self, group_id: int, scorer: str, answer: Answer) -> tuple[float, ...] | None:
-        """The weighted rewards; NaN where the buffer does not accept the reward, or its sum with the rewards so far."""
+        """The weighted rewards; NaN where a reward, or its sum with the rewards so far, is not accepted."""
         if answer.rewards is None:
             return None
         settings, earlier = self._scorers[scorer], [each for each in self.answers(group_id) if each.rewards]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from service.columns import columns_of, lengths_of, widened
 from service.handoff.group_bytes import NAME_BYTES, NOTE_BYTES, TRANSCRIPT_BYTES
 from service.handoff.steps.values import MAX_REWARD, ROLES, Limits
-from service.types import NO_VERSION, ROUTE_NATIVELY, Bools, Refusal, RefusalReason, StepGroup, Steps
+from service.types import NO_VERSION, ROUTE_NATIVELY, Bools, Refusal, RefusalReason, StepGroup
 
 MAX_NAME_LENGTH = 1024
 """Maximum characters of a generator's name, a prompt's uid or a stop reason."""
@@ -43,7 +43,6 @@ def refusal(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _table(group: StepGroup, limits: Limits) -> Refusal | None:
-    """The refusal of offsets and string indices out of range; decoding has checked the lengths of columns."""
     steps, ends = group.steps, group.ends
     for name, offsets_X, column in (
         ("offsets_K", steps.offsets_K, steps.token_ids_N),
@@ -127,8 +126,6 @@ def _order(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _said(group: StepGroup, limits: Limits) -> Refusal | None:
-    """The refusal of an end record with unknown roles, invalid rewards, a wrong number of values, or a long
-    transcript."""
     ends = group.ends
     said_E, transcript_E = lengths_of(ends.step_offsets_E), lengths_of(ends.offsets_E)
     wrong_E = (said_E != 0) & (said_E != ends.n_steps_E)
@@ -194,26 +191,21 @@ def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
-    """The refusal of a sampled token without a version, another token with one, or a prompt token marked as sampled."""
     steps = group.steps
     wrong_N = (steps.loss_mask_N != (steps.versions_N >= 0)) | (steps.versions_N < NO_VERSION)
     if (wrong := _first(RefusalReason.VERSION, "versions_N", steps.versions_N, wrong_N)) is not None:
         return wrong
-    if len(steps) and (k := _first_in_prompt(steps, steps.loss_mask_N)) is not None:
-        return Refusal(RefusalReason.MALFORMED, f"loss_mask_N: prompt of step {k}")
+    if len(steps):
+        parts = np.stack((steps.offsets_K[:-1], steps.offsets_K[:-1] + steps.prompt_length_K), axis=1).reshape(-1)
+        sampled_K = np.logical_or.reduceat(steps.loss_mask_N, parts)[::2] & (steps.prompt_length_K > 0)
+        if sampled_K.any():
+            return Refusal(RefusalReason.MALFORMED, f"loss_mask_N: prompt of step {int(sampled_K.argmax())}")
     return None
 
 
 _RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
     _table, _sender, _identity, _order, _said, _lengths, _token_ids, _numbers, _logprobs, _versions,
 )  # fmt: skip
-
-
-def _first_in_prompt(steps: Steps, mask_N: Bools) -> int | None:
-    """Index of the first step with a prompt token in the mask; None if there is no such step."""
-    parts = np.stack((steps.offsets_K[:-1], steps.offsets_K[:-1] + steps.prompt_length_K), axis=1).reshape(-1)
-    in_prompt_K = np.logical_or.reduceat(mask_N, parts)[::2] & (steps.prompt_length_K > 0)
-    return int(in_prompt_K.argmax()) if in_prompt_K.any() else None
 
 
 def _first_outside(reason: RefusalReason, *ranges: tuple[str, NDArray[Any], int, Any]) -> Refusal | None:

@@ -36,8 +36,8 @@ class Assignment(NamedTuple):
     samples: tuple[int, ...]
     attempts: tuple[int, ...]
     steps: tuple[bytes, ...] = ()
-    """The accepted steps of each sample, encoded as a message; the generator continues after these steps. Empty bytes
-    for a sample without steps; () if no sample of the group has steps."""
+    """The accepted steps of each sample, after which the generator continues, encoded as a message; empty bytes for a
+    sample without steps, () if no sample has any."""
 
     def trajectories(self) -> Iterator[tuple[TrajectoryId, bytes]]:
         """Yield the id of each trajectory, with its encoded steps (empty bytes if it has none)."""
@@ -80,17 +80,15 @@ ClaimAnswer = list[Assignment] | Wait | Refusal
 
 
 class Receipt(NamedTuple):
-    """The answer to a message (a step group) that was accepted now or before. The receipt is valid once everything that
-    the journal had when the receipt was made is on the disk."""
+    """The answer to a step group that was accepted now or before; valid once the journal of that moment is on disk."""
 
     duplicate: bool = False
     late: tuple[TrajectoryId, ...] = ()
-    """Trajectories whose content in the message came too late: the group has ended, or a newer attempt has replaced the
-    trajectory, or the group continues without it. The generator stops playing these trajectories. Empty if the whole
-    message is a duplicate."""
+    """Trajectories whose content came too late, because the group ended or continues with another attempt or without
+    them: the generator stops playing them. Empty if the whole message is a duplicate."""
     wanted: int = 1
-    """This generator's share of the complete groups that the next mini-batch still lacks. The generator sends a message
-    at once if the message completes this many groups."""
+    """This generator's share of the complete groups that the next mini-batch lacks: a message that completes this many
+    is sent at once."""
 
 
 class Waiting(NamedTuple):

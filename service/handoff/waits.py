@@ -14,13 +14,12 @@ SILENT_FRACTION = 0.5
 
 
 FRUITLESS_GROUPS, FRUITLESS_MINI_BATCHES = 512, 16
-"""Once this many groups in a row were filtered, no mini-batch is expected any more; the larger bound of the two, in
-groups and in mini-batches, counts. Such a series is rare even if only one group in a hundred passes the filters."""
+"""Once this many groups (and as many as in this many mini-batches) in a row were filtered, no mini-batch is expected;
+such a series is rare even if one group in a hundred passes the filters."""
 
 
 class Waits:
-    """The generators that have to wait at present, and the trainer and the journal if they have to, each with the
-    reason in words."""
+    """The generators, the trainer and the journal that have to wait at present, each with the reason in words."""
 
     def __init__(self, settings: BufferSettings, record: Record) -> None:
         self._settings, self._record, self._clock = settings, record, record.clock
@@ -38,8 +37,7 @@ class Waits:
         self._waits.pop(who, None)
 
     def current(self) -> tuple[Waiting, ...]:
-        """Everyone who has to wait, and the trajectory that has made no progress for the longest time, if that is more
-        than `SILENT_FRACTION` of the step deadline."""
+        """Everyone who has to wait, and the trajectory that has been silent longest, beyond `SILENT_FRACTION`."""
         now = self._clock.monotonic()
         waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
         for (group_id, sample), since in islice(self._record.ledger.since.items(), 1):
@@ -49,7 +47,7 @@ class Waits:
         return tuple(waits)
 
     def lease_wait(self) -> tuple[WaitReason, str] | None:
-        """The reason why no mini-batch can be leased, and the reason in words; None if a mini-batch can be leased."""
+        """Why no mini-batch can be leased, and the reason in words; None if one can."""
         ledger, size = self._record.ledger, self._settings.mini_batch_size
         complete = len(ledger.finished)
         growing = ledger.in_state[GroupState.ISSUED] + ledger.in_state[GroupState.OPEN] + len(ledger.scoring)

@@ -100,8 +100,7 @@ class BatchResult(NamedTuple):
 def form_mini_batch(
     lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings
 ) -> MiniBatch:
-    """Make the mini-batch of a lease from its groups, in this order, for a trainer that has the newest version of
-    `history`. Raises the same errors as `formed`."""
+    """The mini-batch of `formed`, for a trainer that has the newest version of `history`; raises the same errors."""
     return formed(lease, groups, history, settings).batch
 
 
@@ -153,8 +152,7 @@ def formed(
 
 
 def gather(groups: Sequence[CompleteGroup]) -> tuple[Played, Int32s]:
-    """The trajectories of the groups, ordered by group, then by sample; and [G] for each trajectory the position of its
-    group in `groups`."""
+    """The trajectories of the groups, ordered by group, then by sample; and [G] the place of each one's group."""
     steps, ends = concat([group.steps for group in groups]), concat([group.ends for group in groups])
     prompt_G = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.ends) for group in groups])
     order = np.lexsort((ends.sample_E, prompt_G))
@@ -162,7 +160,6 @@ def gather(groups: Sequence[CompleteGroup]) -> tuple[Played, Int32s]:
 
 
 def _refuse_untrainable(steps: Steps, history: VersionHistory) -> None:
-    """Raise a ValueError if a sampled token lacks a log-probability or has an unpublished version."""
     if not steps.has_logprobs_K.all():
         lacking_N = steps.loss_mask_N & ~np.repeat(steps.has_logprobs_K, lengths_of(steps.offsets_K))
         if lacking_N.any():
@@ -180,13 +177,7 @@ def without_untrained(
     played: Played, prompt_G: Int32s, train: Sequence[str], named_roles: Sequence[str]
 ) -> tuple[Steps, tuple[dict[Fate, int], ...]]:
     """The steps, without loss where a step's role is not trained; and for each group, the number of sampled tokens in
-    steps of such roles, by fate.
-
-    Tokens without loss stay in the steps, because later steps may continue them:
-
-        trajectory   step 0 aux [7 8]   step 1 main [1 2 3]   step 2 main, after it [4]
-        loss                 0 0                1 1 1                               1      2 tokens of the fate aux
-    """
+    steps of such roles, by fate. These tokens stay in the steps, because later steps may continue them."""
     steps, names = played.steps, (*ROLES, *named_roles)
     untrained_K = ~np.isin(played.role_K, [code for code, role in enumerate(names) if role in train])
     counts = [Counter[Fate]() for _ in range(int(prompt_G.max(initial=-1)) + 1)]
@@ -202,22 +193,18 @@ def without_untrained(
 
 
 class LossMask(NamedTuple):
-    """Result of `mask`: the staleness of each token; and for each trajectory, how many tokens carried loss before, are
-    too stale, and still carry loss."""
+    """Result of `mask`: each token's staleness; and of each trajectory, how many tokens carried loss before the mask,
+    how many of them are too stale, and how many still carry loss."""
 
     staleness_N: Int32s
     """Number of versions between sampling and training; -1 for a token that no policy sampled."""
     loss_before_G: Int64s
-    """Number of tokens of each trajectory that carried loss before masking."""
     stale_G: Int64s
-    """Number of tokens among `loss_before_G` that are too stale."""
     loss_G: Int64s
-    """Number of tokens among `loss_before_G` that still carry loss."""
 
 
 def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None) -> LossMask:
-    """Set the loss mask to False, in place, for tokens that are too stale or have no finite log-probability. `count`:
-    the number of trajectories.
+    """Set the loss mask to False, in place, for stale tokens and those without a finite log-probability; G = `count`.
 
     staleness     -1 0 3 3       max_staleness 2
     log-probab.    0 . . nan
@@ -276,22 +263,19 @@ def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None 
             for of, step in last.items()
         ]
     finished = list(ends)
-    n_steps = {step.trajectory: step.index + 1 for step in last.values()}
     n_told = {end.trajectory: end.n_steps for end in finished}
     if len(n_told) != len(finished):
         raise ValueError("a trajectory ends twice")
-    for of in n_steps | n_told:
-        if of not in n_told:
-            raise ValueError(f"{of} has no end")
-        if n_told[of] != n_steps.get(of, 0):
-            raise ValueError(f"{of} ended after {n_told[of]} steps, but {n_steps.get(of, 0)} are there")
+    for of in last | n_told:
+        there = last[of].index + 1 if of in last else 0
+        if n_told.get(of) != there:
+            raise ValueError(f"{of} ended after {n_told.get(of, 'no')} steps, but {there} are there")
     uids: dict[int, str] = {}
     items: list[Step | TrajectoryEnd] = [*listed, *finished]
     for item in items:
-        uid = uids.setdefault(item.trajectory.group_id, item.prompt_uid)
-        if uid != item.prompt_uid:
-            of = item.trajectory
-            raise ValueError(f"group={of.group_id} is of the prompts {uid!r} and {item.prompt_uid!r}; it can be of one")
+        group_id, own = item.trajectory.group_id, item.prompt_uid
+        if (uid := uids.setdefault(group_id, own)) != own:
+            raise ValueError(f"group={group_id} is of the prompts {uid!r} and {own!r}; it can be of one")
     all_steps, all_ends = check_whole(steps_table(shared_form(listed))), ends_table(finished)
     return [
         CompleteGroup(

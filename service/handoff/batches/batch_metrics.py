@@ -53,9 +53,8 @@ def length_metrics(length_R: Int64s, placement: Placement, ranks: Sequence[Seque
 
 
 def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
-    """Metrics of turns: the lengths of responses, and the fraction of responses that were truncated; and the mean
-    number per trajectory of turns, of sampled tokens, and of tokens after the first prompt of a row. `count`: the
-    number of trajectories."""
+    """Metrics of turns: lengths of responses, fractions that were truncated; and per trajectory (`count`) the mean
+    numbers of turns, sampled tokens, and tokens after the first prompt of a row."""
     responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
     length_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
     lengths: dict[str, float] = {}
@@ -77,8 +76,8 @@ def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
 
 
 def staleness_metrics(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) -> dict[str, float]:
-    """Metrics of the staleness of sampled tokens; and the number of tokens that are too stale, also for each quarter of
-    the trajectories sorted by length (quarter 4: the longest ones)."""
+    """Metrics of staleness; and the number of tokens that are too stale, also by quarters of the trajectories (4: the
+    longest ones)."""
     sampled = int(np.count_nonzero(staleness_N >= 0))
     ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # tokens that were not sampled count as -1
     quarters = np.array_split(stale_G[np.argsort(sampled_G, kind="stable")], 4)
@@ -120,10 +119,7 @@ def group_stats(return_G: Float64s, group_G: NDArray[np.integer[Any]]) -> GroupS
 
 
 def reward_metrics(trained: GroupStats, filtered: GroupStats | None = None) -> dict[str, float]:
-    """Metrics: the mean return, and the fractions of groups that have a positive return or returns that are all equal.
-
-    `filtered`: groups that filters removed; the metrics count these groups too.
-    """
+    """Metrics of returns, over the trained groups and those that filters removed."""
     every = trained if filtered is None else trained + filtered
     if not trained.groups:
         return {}

@@ -80,11 +80,7 @@ class Advantages(NamedTuple):
 
 
 def advantages_of(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
-    """The advantages of complete trajectories; `prompt_G`: the number of each trajectory's group.
-
-    Raises:
-        NoAdvantage: an advantage is not finite.
-    """
+    """The advantages of complete trajectories in the groups `prompt_G`; raises a NoAdvantage if one is not finite."""
     return_G = returns(played, rule.returns)
     metrics = reward_metrics(group_stats(return_G, prompt_G))
     metrics["reward/mean_positive_reward"] = float(np.maximum(return_G, 0).sum() / max(len(return_G), 1))
@@ -113,10 +109,7 @@ def teaches(played: Played, rule: Rule, train: Sequence[str]) -> bool:
 
 def returns(played: Played, rule: ReturnRule) -> Float64s:
     """[G] the return of each trajectory: with `last` the reward of its end record, with `sum` the sum of its steps'
-    rewards.
-
-    Rewards of named roles count only in the returns of those roles.
-    """
+    rewards, without those of named roles."""
     if rule == "last":
         return played.ends.reward_E
     own_K = np.where(played.role_K < len(ROLES), played.reward_K, 0.0)
@@ -138,12 +131,8 @@ class Part(NamedTuple):
     """The position of each turn on the axis `K`, which has the turns of all roles."""
 
     def advantages(self, prompt_G: Int32s, rule: Rule) -> Float64s:
-        """[X] the advantage of each turn. Where only one trajectory of a group has the role, the estimators in
-        `GROUP_ESTIMATORS` give 0.
-
-        Raises:
-            NoAdvantage: an advantage is not finite; the error gives the trajectories as positions of their end records.
-        """
+        """[X] the advantage of each turn; raises a NoAdvantage, with the positions of end records, if it is not finite.
+        Where only one trajectory of a group has the role, the estimators in `GROUP_ESTIMATORS` give 0."""
         group_V, n_turns_V = prompt_G[self.number_V].astype(np.int64), lengths_of(self.turns.first_G)
         try:
             if rule.credit == "trajectory":
@@ -177,8 +166,7 @@ def parts(played: Played, rule: Rule) -> Iterator[Part]:
 
 
 def _role_metrics(part: Part, advantage_X: Float64s, prompt_X: Int32s) -> dict[str, float]:
-    """Metrics of a role over the groups with turns of the role: mean return, turns per trajectory, and the fraction of
-    groups in which all its advantages are 0."""
+    """Metrics over the groups with turns of a role."""
     moved_P = np.bincount(prompt_X[part.place_X], advantage_X[part.place_X] != 0)
     spoke_P = np.bincount(prompt_X[part.place_X])
     return {

@@ -59,14 +59,6 @@ class Placement(NamedTuple):
         """[R] the row numbers in packing order: rank by rank, and micro-batch by micro-batch."""
         return np.array([row for rank in self.ranks for rows in rank for row in rows], np.int64)
 
-    @property
-    def micro_batch_R(self) -> Int64s:
-        """[R] the number of each row's micro-batch, counted over all ranks."""
-        counts = [len(rows) for rank in self.ranks for rows in rank]
-        number_R = np.empty(sum(counts), np.int64)
-        number_R[self.row_R] = np.repeat(np.arange(len(counts)), counts)
-        return number_R
-
 
 def choose_placement(
     rows: Rows, trajectory_R: Int32s, prompt_G: Int32s, ranks: int, budget: int, layout: Layout
@@ -81,7 +73,10 @@ def choose_placement(
     if layout == "auto" and 1 - distinct < WORTH_SHARING:
         return place(length_R, trajectory_R, ranks, budget), {"generate/batch_distinct_ratio": distinct}
     placement = place_sharing(order, length_R, trajectory_R, prompt_G, ranks, budget)
-    computed = 1 - int(order.within(placement.micro_batch_R).shared_R.sum()) / total
+    counts = [len(of_micro) for rank in placement.ranks for of_micro in rank]
+    micro_batch_R = np.empty(len(length_R), np.int64)
+    micro_batch_R[placement.row_R] = np.repeat(np.arange(len(counts)), counts)
+    computed = 1 - int(order.within(micro_batch_R).shared_R.sum()) / total
     return placement, {"generate/batch_distinct_ratio": distinct, "generate/batch_computed_ratio": computed}
 
 
@@ -161,8 +156,6 @@ def _largest_differencing(cost_G: Int64s, parts: int) -> Int64s:
 
 
 def _packed(costs: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
-    """Pack items into about equally full bins; if more than `count` bins are needed, `best_fit` is tried too, and the
-    result with fewer bins is returned."""
     items = range(len(costs))
     alike = pack_bins(items, costs, budget, count, layout)
     return alike if len(alike) <= count else min(alike, best_fit(items, costs, budget, layout), key=len)
@@ -263,8 +256,7 @@ def place_sharing(
     budget: int,
     layout: Layout = "shared_prefix",
 ) -> Placement:
-    """Distribute rows that share prefixes over ranks and micro-batches; the rows of a micro-batch are in depth-first
-    order, so that rows with a common prefix are adjacent."""
+    """Distribute rows over ranks and micro-batches so that rows with a common prefix are adjacent."""
     part_R = _ranks_of_rows(order, length_R, trajectory_R, prompt_G, ranks)
     order = order.within(part_R)
     places = [np.flatnonzero(part_R[order.row_R] == rank) for rank in range(ranks)]
@@ -301,8 +293,7 @@ def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, p
 
 
 def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterator[Int64s]:
-    """Yield groupings of the trajectories, as [G] the number of each trajectory's group: all trajectories of a prompt
-    together, then halves of a prompt, ..., at last each trajectory alone."""
+    """[G] the unit of each trajectory: first whole prompts, then halves of prompts, ..., at last each one alone."""
     first_G = np.full(len(prompt_G), len(trajectory_R))
     np.minimum.at(first_G, trajectory_R[order.row_R], np.arange(len(trajectory_R)))
     by_prompt = np.lexsort((first_G, prompt_G))  # common prefixes are adjacent
@@ -360,11 +351,7 @@ def prefix_order(
     least: int = MIN_SHARED,
     fraction: float = MIN_FRACTION,
 ) -> PrefixOrder:
-    """Sort rows by their tokens; tokens with different routed experts count as different tokens. `least`, `fraction`:
-    as `MIN_SHARED` and `MIN_FRACTION`, the minimum length of a prefix that counts as shared.
-
-    Takes memory for a copy of `token_ids_N` and `routed_experts_N`.
-    """
+    """Sort rows by their tokens and routed experts, of which it makes a copy; `least`, `fraction`: see `MIN_SHARED`."""
     record_N: NDArray[Any] = token_ids_N
     if routed_experts_N is not None:
         experts_N = routed_experts_N.reshape(len(token_ids_N), math.prod(routed_experts_N.shape[1:]))

@@ -41,12 +41,8 @@ class File:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def extents(self, offset: int) -> list[tuple[int, int]]:
-        """The ranges (start, stop) of the file from `offset` on that were written; reserved space that was never
-        written is left out.
-
-        The list is complete before any range is read, because the kernel's read-ahead would make reserved space look
-        written.
-        """
+        """The ranges (start, stop) from `offset` on that were written, without reserved space. Listed before any is
+        read: the kernel's read-ahead would make reserved space look written."""
         found: list[tuple[int, int]] = []
         stop = offset
         while (start := self._seek(stop, os.SEEK_DATA)) is not None:
@@ -63,8 +59,7 @@ class File:
             return None
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
-        """Write the buffers one after the other; returns the number of bytes written, which is too small if the disk is
-        full."""
+        """Write the buffers; returns the number of bytes written, which is too small if the disk is full."""
         total = 0
         for first in range(0, len(buffers), MAX_BUFFERS_PER_WRITE):
             some = buffers[first : first + MAX_BUFFERS_PER_WRITE]

@@ -70,7 +70,7 @@ def frames(segment: Segment, start: int | None = None) -> Iterator[Frame]:
 
 
 def first_frame(path: Path) -> Frame | None:
-    """The first frame in the file of a segment; None if it cannot be read. The file is neither changed nor created.
+    """The first frame of a segment's file, which is not changed; None if the frame is damaged.
 
     Raises:
         JournalError: the file cannot be opened.
@@ -112,7 +112,6 @@ def _checksum(summed: bytes, payload: Buffer) -> int:
 
 
 def _read_frame(segment: Segment, offset: int, size: int) -> Frame | None:
-    """The frame at `offset`; None if it is incomplete or invalid."""
     head = segment.file.read(offset, HEADER_BYTES)
     if len(head) < HEADER_BYTES or head[:4] != MAGIC:
         return None
@@ -135,7 +134,7 @@ def _read_frame(segment: Segment, offset: int, size: int) -> Frame | None:
 
 
 def _data_behind(file: File, offset: int) -> Iterator[tuple[int, bytes]]:
-    """The chunks of a file from `offset` on that are not all zeros; skips reserved space, which may be gigabytes."""
+    """(position, chunk) of what is not zero; skips reserved space, which may be gigabytes."""
     for first, stop in file.extents(offset):
         for start in range(first, stop, len(_ZEROS)):
             chunk = file.read(start, min(len(_ZEROS), stop - start))
@@ -162,10 +161,7 @@ class _Queued(NamedTuple):
 
 
 class Journal:
-    """Frames on disk. `append` queues a frame; `sync` makes all queued frames durable, with one fdatasync per segment.
-
-    Only one thread may call `append`; `sync` may run in another thread.
-    """
+    """Frames on disk: one thread calls `append`, which queues a frame; `sync`, in any thread, makes frames durable."""
 
     def __init__(
         self,
@@ -187,8 +183,8 @@ class Journal:
         self._disk: Disk = disk or Disk()
         self._segment_position = 0
         """Position from which the bytes of the next frame's segment count: after its snapshot, which may be long."""
-        self._reclaims: list[tuple[int, int]] = []
-        """Calls of `reclaim` that `sync` has not carried out yet, as (`once`, `below`), in order."""
+        self.reclaims: list[tuple[int, int]] = []
+        """Calls of `reclaim` that `sync` has not carried out yet, as (`once`, `below`)."""
         self._queue: list[_Queued] = []
         self._queue_lock = threading.Lock()
         self._sync_lock = threading.Lock()
@@ -210,11 +206,6 @@ class Journal:
         return [end for end in ends if end <= self.synced]
 
     @property
-    def reclaims(self) -> bool:
-        """Whether some segments are marked for removal (`reclaim`), so that the next `sync` has to check them."""
-        return bool(self._reclaims)
-
-    @property
     def segment_is_full(self) -> bool:
         """Whether the next frame should begin a new segment."""
         return self.position - self._segment_position >= self.segment_bytes
@@ -232,8 +223,7 @@ class Journal:
         return end
 
     def sync(self) -> int:
-        """Make all queued frames durable; returns the position before which everything is on the disk. If the disk is
-        full, the frames stay queued, in order."""
+        """Make all queued frames durable, or keep them queued if the disk is full; returns `synced`."""
         with self._sync_lock:
             with self._queue_lock:
                 batch, self._queue = self._queue, []
@@ -267,11 +257,10 @@ class Journal:
     def reclaim(self, below: int, once: int) -> None:
         """Mark segments before position `below`: `sync` removes them once frames up to position `once` are synced."""
         with self._queue_lock:
-            self._reclaims.append((once, below))
+            self.reclaims.append((once, below))
 
     def replay(self) -> Iterator[Frame]:
-        """Yield all frames, oldest first, and cut off a torn tail (see the module's text). `append` may be called once
-        all frames were yielded."""
+        """Yield all frames, oldest first, and cut off a torn tail; then `append` may be called."""
         self._open_segments()
         self.position = self.start
         for segment, following in zip(self._segments, [*self._segments[1:], None], strict=True):
@@ -317,7 +306,6 @@ class Journal:
                 raise JournalError(f"{path}: cannot open this segment: {error.strerror or error}") from error
 
     def _check_end(self, segment: Segment, following: Segment) -> None:
-        """Raise an error unless a segment's frames end where the next segment begins, apart from reserved space."""
         offset = self.position - segment.start
         if any(_data_behind(segment.file, offset)):
             raise _damaged(segment, self.position)
@@ -375,7 +363,6 @@ class Journal:
         return True
 
     def _begin_segment(self, start: int) -> None:
-        """Begin a new file and move the old file's unused reserved space to the new one."""
         with self._segments_lock:
             active = self._segments[-1]
             if active.start == start:
@@ -392,22 +379,19 @@ class Journal:
 
     def _remove_unneeded(self) -> None:
         with self._queue_lock:
-            unneeded_below = max((below for once, below in self._reclaims if once <= self.synced), default=0)
+            unneeded_below = max((below for once, below in self.reclaims if once <= self.synced), default=0)
         while len(self._segments) > 1 and self._segments[1].start <= unneeded_below:
             with self._segments_lock:
                 oldest = self._segments.pop(0)
             oldest.file.close()
             self._disk.remove(oldest.path)
         with self._queue_lock:
-            self._reclaims = [(once, below) for once, below in self._reclaims if once > self.synced]
+            self.reclaims = [(once, below) for once, below in self.reclaims if once > self.synced]
 
 
 def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
-    """Move a file's unused reserved space to a new file; returns how many bytes the new file has.
-
-    On a full disk the old file's space is freed first, and one page may be lost. Another process may take some of the
-    space meanwhile; then frames wait in the queue until the disk has room again.
-    """
+    """Move a file's unused reserved space to a new file; returns how many bytes the new file has: fewer if another
+    process takes what a full disk has to free first."""
     wanted = max(allocated - used, 0)
     has_room = _allocated(new, wanted)
     old.truncate(used)
@@ -415,7 +399,6 @@ def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
 
 
 def _grown(file: File, wanted: int) -> int:
-    """The number of bytes of a new file that could be reserved, at most `wanted`."""
     size, more = 0, wanted
     while more >= PAGE_BYTES:
         if _allocated(file, size + more):
@@ -425,7 +408,6 @@ def _grown(file: File, wanted: int) -> int:
 
 
 def _allocated(file: File, size: int) -> bool:
-    """Reserve a file's first `size` bytes on the disk; returns False if the disk is full."""
     try:
         if size:
             file.allocate(size)

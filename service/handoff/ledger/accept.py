@@ -36,12 +36,8 @@ class NewContent(NamedTuple):
     """Trajectories whose content in the message came too late."""
 
     def only(self, message: StepGroup, message_bytes: int) -> StepGroup:
-        """A message with only the new content of `message`; `message` itself if all of its content is new.
-
-        Repeated steps, end records of failed attempts and content that came too late were not checked, so the journal
-        must not contain them. A message with more bytes than its steps and end records account for is replaced
-        too, because it contains unused names (uids, stop reasons or notes).
-        """
+        """The message for the journal: `message` itself, or one without the content that was not checked (repeated or
+        late) and without unused names, for which no bytes are reserved."""
         n_new = sum(len(new.items) + (new.end is not None) for new in self.additions)
         counted = sum(new.n_bytes for new in self.additions)
         if n_new == len(message.steps) + len(message.ends) and message_bytes <= counted:
@@ -82,10 +78,8 @@ def new_content(
     message: StepGroup,
     max_trajectory_bytes: int | None = None,
 ) -> NewContent | Refusal:
-    """The new content of a message, or the refusal of the whole message.
-
-    `max_trajectory_bytes`: the bytes reserved for each trajectory; None on a replay, which reserves nothing.
-    """
+    """The new content of a message, or the refusal of the whole message. `max_trajectory_bytes`: the bytes reserved for
+    each trajectory; None on a replay."""
     experts_N = message.steps.routed_experts_N
     if experts_N is not None and len(message.steps) and ledger.state.routing not in (None, experts_N.shape[1:]):
         path = f"routed_experts_N: {experts_N.shape[1:]}, not {ledger.state.routing}"
@@ -117,8 +111,7 @@ def new_content(
 
 
 def items_by_trajectory(message: StepGroup) -> dict[TrajectoryId, tuple[list[int], list[TrajectoryEnd]]]:
-    """For each trajectory in a message: the positions of its steps, and its end records. The steps of different
-    trajectories may alternate in the message."""
+    """{trajectory: (positions of its steps in the message, its end records)}."""
     found: dict[TrajectoryId, tuple[list[int], list[TrajectoryEnd]]] = {}
     steps = message.steps
     ids = zip(steps.group_id_K.tolist(), steps.sample_K.tolist(), steps.attempt_K.tolist(), strict=True)
@@ -161,7 +154,6 @@ def _group(ledger: Ledger, message: StepGroup, of: TrajectoryId, uids: set[str])
 
 
 def _addition(received: _Received) -> Addition | Refusal | None:
-    """The new content of one trajectory; None if nothing is new."""
     end = _new_end(received)
     items = _new_steps(received)
     if isinstance(end, Refusal) or isinstance(items, Refusal):
@@ -216,7 +208,7 @@ def _new_steps(received: _Received) -> list[int] | Refusal:
         if index in new:
             known = received.message.steps, new[index]
         elif index in received.trajectory.indices:
-            known = received.held.places_of(received.id.sample).get(index)
+            known = received.held.places.get(received.id.sample, {}).get(index)
         else:
             new[index] = k
             continue
@@ -228,7 +220,6 @@ def _new_steps(received: _Received) -> list[int] | Refusal:
 
 
 def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int], Group]]) -> Refusal | None:
-    """The refusal of a sampled token whose version was never published, or is older than its group's admission."""
     history, sampled_N = ledger.history, steps.versions_N[steps.loss_mask_N]
     if len(sampled_N) and (sampled_N == sampled_N[0]).all():
         number = int(sampled_N[0])
@@ -247,12 +238,11 @@ def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int]
 
 
 def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
-    """Why a trajectory that this addition completes is refused; None if it is accepted."""
     known = received.trajectory
     bad, sampled = known.bad_tokens + addition.bad_tokens, known.tokens + addition.tokens
     if bad > max(1, MAX_FRACTION_NOT_FINITE * sampled):
         return Refusal(RefusalReason.LOGPROB, f"{received.id}/logprobs", bad)
-    steps = dict(received.held.places_of(received.id.sample))
+    steps = dict(received.held.places.get(received.id.sample, {}))
     steps |= {index: (received.message.steps, k) for index, k in zip(addition.indices, addition.items, strict=True)}
     try:
         check_references(steps[index] for index in sorted(steps))
@@ -262,6 +252,5 @@ def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
 
 
 def _per_step(steps: Steps, mask_N: Bools) -> list[int]:
-    """Number of tokens for which the mask is True, by step."""
     counts: list[int] = np.diff(offsets_of(mask_N.view(np.int8))[steps.offsets_K]).tolist()
     return counts

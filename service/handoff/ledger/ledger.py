@@ -90,10 +90,7 @@ class Ledger:
         return msgspec.msgpack.encode(self.state)
 
     def apply(self, event: events.Event, now: float) -> None:
-        """Change the state by one event. `now`: monotonic time in seconds.
-
-        The method for an event has the name of the event's class: `_issued` applies `Issued`.
-        """
+        """Change the state by one event: `_issued` applies `Issued`. `now`: monotonic time in seconds."""
         self._now = now
         getattr(self, f"_{type(event).__name__.lower()}")(event)
 
@@ -150,13 +147,12 @@ class Ledger:
         self.since.move_to_end(sample)
 
     def received(self, sender: Sender) -> bool:
-        """Whether a message was received before. False if it is too old to be remembered: then the message's steps are
-        compared with the accepted steps one by one."""
+        """Whether a message was received before; False if it is too old to be remembered."""
         member = self.state.generators[sender.generator]
         return sender.sequence < member.received_below or sender.sequence in member.received
 
     def plays(self, sender: Sender, of: TrajectoryId) -> bool:
-        """Whether this attempt is unfinished and belongs to the generator (and its incarnation) that sent a message."""
+        """Whether this attempt is unfinished and its sender's."""
         if (of.group_id, of.sample) not in self.since:
             return False
         trajectory = self.state.groups[of.group_id].trajectories[of.sample]
@@ -358,7 +354,6 @@ class Ledger:
                 self._count_end(GroupState.TRAINED, "")
 
     def _go_back(self, to_step: int) -> None:
-        """Go back to a step, whose version gets a new incarnation; groups of later steps wait for a lease again."""
         self.state.branches.append((self.state.step, to_step))
         self.history.rollback(to_step)
         self.state.step = to_step
@@ -381,7 +376,6 @@ class Ledger:
         self.unfinished_bytes -= trajectory.n_bytes
 
     def _count_trained(self, group: Group, times: int) -> None:
-        """Count the trajectories of a group as trained; with `times` = -1, undo this count."""
         for tokens, loss in zip(group.lengths, group.losses, strict=True):
             self.state.lengths.trained[bucket(tokens)] += times
             self.state.lengths.loss_tokens[bucket(tokens)] += times * loss
@@ -414,14 +408,12 @@ class Ledger:
 
 
 def _used_fates(group: Group, loss: Fate) -> tuple[tuple[Fate, int], ...]:
-    """The fates of a group's tokens once an optimizer step has used the group."""
     counted = (loss, group.loss_tokens), (Fate.STALE, group.stale_tokens), *group.untrained.items()
     return *counted, (Fate.MASKED, group.tokens - sum(tokens for _, tokens in counted))
 
 
 def unrewarded(group: Group, rewards: Sequence[float]) -> list[int]:
-    """The samples (numbers of trajectories in the group) to which a scorer gave no reward: `rewards` has NaN for
-    them."""
+    """The samples to which a scorer gave no reward (NaN)."""
     samples = (sample for sample, trajectory in enumerate(group.trajectories) if not trajectory.given_up)
     return [sample for sample, reward in zip(samples, rewards, strict=False) if math.isnan(reward)]
 
@@ -431,8 +423,7 @@ def _lengths(group: Group) -> tuple[int, ...]:
 
 
 def attempts_of(group: Group) -> tuple[int, ...]:
-    """For each trajectory of the group, the number of its current attempt; GIVEN_UP if the group continues without the
-    trajectory."""
+    """The current attempt of each sample; GIVEN_UP if the group continues without the sample."""
     return group.attempts or tuple(GIVEN_UP if t.given_up else t.attempt for t in group.trajectories)
 
 

@@ -38,23 +38,16 @@ class GroupData:
     steps: list[Steps] = field(default_factory=list)
     ends: dict[int, TrajectoryEnd] = field(default_factory=dict)
     """The end records of trajectories, by sample."""
-    places: dict[int, dict[int, tuple[Steps, int]]] | None = None
-    """For each sample and step index: the table with the step, and its position there. None until first needed."""
+    places: dict[int, dict[int, tuple[Steps, int]]] = field(default_factory=dict)
+    """For each sample and step index: the table with the step, and its position there."""
     scores: dict[str, events.Scored] = field(default_factory=dict)
     """The scorers' answers, by name of the scorer."""
 
-    def places_of(self, sample: int) -> dict[int, tuple[Steps, int]]:
-        if self.places is None:
-            self.places = {}
-            for table in self.steps:
-                self.note(table)
-        return self.places.get(sample, {})
-
-    def note(self, table: Steps) -> None:
-        """Note in `places` where each step of a table lies; nothing if `places` was not needed yet."""
-        if self.places is not None:
-            for k, (sample, index) in enumerate(zip(table.sample_K.tolist(), table.index_K.tolist(), strict=True)):
-                self.places.setdefault(sample, {})[index] = (table, k)
+    def add(self, table: Steps) -> None:
+        """Add a table of accepted steps."""
+        self.steps.append(table)
+        for k, (sample, index) in enumerate(zip(table.sample_K.tolist(), table.index_K.tolist(), strict=True)):
+            self.places.setdefault(sample, {})[index] = (table, k)
 
     def steps_of(self, sample: int) -> list[Steps]:
         return [
@@ -67,15 +60,14 @@ class GroupData:
 
     def rearrange(self, steps: list[Steps]) -> None:
         """Replace the tables of steps by other tables with the same steps, or with some of these steps."""
-        self.steps, self.places = steps, None
+        self.steps, self.places = [], {}
+        for table in steps:
+            self.add(table)
 
 
 class Store:
-    """Accepted steps and end records of the groups that may still be trained.
-
-    A group's steps are cut out of their message at once, so that no group keeps another group's tokens in memory; they
-    become one table when the group is complete.
-    """
+    """Accepted steps and end records of the groups that may still be trained, cut out of their messages, so that no
+    group keeps another group's tokens in memory."""
 
     def __init__(self) -> None:
         self.expert_bytes = 0
@@ -94,20 +86,9 @@ class Store:
         """Add accepted steps and end records to a group."""
         held = self.held.setdefault(group_id, GroupData())
         if steps is not None:
-            held.steps.append(steps)
-            held.note(steps)
+            held.add(steps)
         for end in ends:
             held.ends[end.trajectory.sample] = end
-
-    def add_from(self, message: StepGroup, additions: Sequence[Addition]) -> None:
-        """Add the new content (`additions`) of a message."""
-        by_group: dict[int, list[Addition]] = {}
-        for new in additions:
-            by_group.setdefault(new.group_id, []).append(new)
-        for group_id, of_group in by_group.items():
-            items = sorted(k for new in of_group for k in new.items)
-            ends = [new.end for new in of_group if new.end is not None]
-            self.add(group_id, cut(message.steps, items), ends)
 
     def add_score(self, event: events.Scored) -> None:
         self.held.setdefault(event.group_id, GroupData()).scores.setdefault(event.scorer, event)
@@ -119,8 +100,7 @@ class Store:
         held.ends = {sample: end for sample, end in held.ends.items() if sample not in samples}
 
     def whole(self, group_id: int) -> tuple[Steps, Ends, tuple[events.Scored, ...]]:
-        """All steps, end records and scores of a complete group. Steps and end records have the scorers' rewards and
-        log-probabilities; trajectories to which a scorer gave no reward are left out."""
+        """All steps, end records and scores of a complete group, with what the scorers changed."""
         scores = self.scores(group_id)
         return rewarded(*with_scores(*self.unscored(group_id), scores), scores)
 
@@ -130,8 +110,7 @@ class Store:
         return tuple(scores[name] for name in sorted(scores))
 
     def unscored(self, group_id: int) -> tuple[Steps, Ends]:
-        """All steps and end records of a complete group, not changed by scorers' answers. From now on the group has one
-        table of steps."""
+        """All steps and end records of a complete group, not changed by scorers' answers."""
         held = self.held[group_id]
         if len(held.steps) > 1:
             held.rearrange([concat(held.steps)])
@@ -145,16 +124,14 @@ def end_bytes(end: TrajectoryEnd) -> int:
 
 
 def cut(steps: Steps, items: Sequence[int]) -> Steps | None:
-    """The steps at the positions `items`, in this order, as a table; None if `items` is empty. The new table shares
-    memory with the old one only if all steps are selected."""
+    """The steps at the positions `items`; None if there are none. A copy, unless all steps are selected."""
     if len(items) == len(steps):
         return steps if items else None
     return select(steps, np.array(items, np.int64), copy=True) if items else None
 
 
 def expert_bytes(ledger: Ledger, routing: Routing | None) -> int:
-    """Bytes of the routed experts of one token, with as many layers and experts as in the first accepted step that had
-    any; 0 until there is such a step."""
+    """Bytes of a token's routed experts, shaped as in the first accepted step that had any; 0 until then."""
     of_expert = np.dtype(np.int16) if routing is None else routing.dtype
     return of_expert.itemsize * math.prod(ledger.state.routing) if ledger.state.routing else 0
 
@@ -233,11 +210,15 @@ class Record:
 
     def apply_steps(self, message: StepGroup, additions: Sequence[Addition], position: int) -> None:
         """Apply the new content of a message, whose frame begins at `position` of the journal."""
-        ledger = self.ledger
+        ledger, by_group = self.ledger, dict[int, list[Addition]]()
         for new in additions:
-            group = ledger.state.groups[new.group_id]
+            by_group.setdefault(new.group_id, []).append(new)
+        for group_id, of_group in by_group.items():
+            group = ledger.state.groups[group_id]
             group.first_position = position if group.first_position is None else group.first_position
-        self.store.add_from(message, additions)
+            items = sorted(k for new in of_group for k in new.items)
+            ends = [new.end for new in of_group if new.end is not None]
+            self.store.add(group_id, cut(message.steps, items), ends)
         experts_N = message.steps.routed_experts_N
         routing = experts_N.shape[1:] if experts_N is not None and any(new.items for new in additions) else None
         ledger.accept(message.sender, additions, routing, self.clock.monotonic())
@@ -247,16 +228,13 @@ class Record:
     # -- the journal's size -------------------------------------------------------------------------------------------
 
     def begin_segment(self) -> None:
-        """Begin a new segment of the journal with a snapshot.
-
-        Segments with steps that a group still needs are kept: a replay from this snapshot reads these steps, even if
-        their group ends later. All older segments are marked for removal.
-        """
+        """Begin a new segment of the journal with a snapshot, and mark segments for removal; those with steps that a
+        group needs stay, because a replay of the snapshot reads them."""
         needed = self.needed_from()
         self.snapshot_end = self.journal.append(events.SNAPSHOT, self.ledger.snapshot(), begins_segment=True)
         self.journal.reclaim(needed, once=self.snapshot_end)
 
     def needed_from(self) -> int:
-        """Journal position of the oldest step that a group still needs; if no group needs one, of the next frame."""
+        """Journal position of the oldest step that a group still needs, or of the next frame."""
         positions = (group.first_position for group in self.ledger.state.groups.values())
         return min((p for p in positions if p is not None), default=self.journal.position)

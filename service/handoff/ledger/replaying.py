@@ -38,7 +38,7 @@ _decoder = msgspec.msgpack.Decoder(State)
 
 
 def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock: Clock) -> Record:
-    """The record that results from a journal's frames; for an empty journal, a record that begins with `opened`.
+    """The record that results from a journal's frames; an empty journal begins with `opened`.
 
     Raises:
         JournalError: the journal is damaged.
@@ -67,13 +67,8 @@ def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock
 
 
 def check_begun(folder: Path, opened: events.Opened) -> None:
-    """Check that the run whose journal lies in `folder` began with these rows and settings; no file is changed.
-
-    Nothing is checked if this machine has no journal: the buffer may run on another machine, and checks its journal.
-
-    Raises:
-        UserError: the run began with other rows or settings.
-    """
+    """Raise a UserError if the run whose journal lies in `folder` began with other rows or settings; the buffer on
+    another machine checks its own journal."""
     oldest = min(folder.glob("*.journal"), key=lambda path: int(path.stem), default=None)
     if oldest is not None and (frame := first_frame(oldest)) is not None:
         begun = _decoder.decode(frame.payload).opened if frame.kind == events.SNAPSHOT else events.decode(frame.payload)
@@ -91,11 +86,7 @@ def _check_opening(begun: events.Opened, opened: events.Opened, folder: Path) ->
 
 
 def apply_frame(record: Record, frame: Frame) -> None:
-    """Apply a frame of the journal.
-
-    Raises:
-        JournalError: the frame has a step group that was accepted, but would be refused now.
-    """
+    """Apply a frame of the journal; raises a JournalError if its step group would be refused now."""
     if frame.kind in (events.EVENT, events.SCORES):
         record.apply(events.decode(frame.payload))
     elif frame.kind == events.STEPS:
@@ -107,12 +98,8 @@ def apply_frame(record: Record, frame: Frame) -> None:
 
 
 def load_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]:
-    """Complete groups, with their steps and end records. A group whose optimizer step was undone is no longer in
-    memory, and is read from the journal.
-
-    Raises:
-        JournalError: the journal no longer holds one of these groups.
-    """
+    """Complete groups, read from the journal if their optimizer step was undone; raises a JournalError if one is not
+    there."""
     if missing := [group_id for group_id in group_ids if group_id not in record.store.held]:
         record.journal.sync()
         _fetch_groups(record, missing, record.journal.synced)
@@ -156,7 +143,6 @@ def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame]) ->
 
 
 def _fetch_groups(record: Record, group_ids: Sequence[int], stop: int) -> None:
-    """Fetch groups from the part of the journal before position `stop`."""
     groups = {group_id: record.ledger.state.groups[group_id] for group_id in group_ids}
     starts = [group.first_position for group in groups.values() if group.first_position is not None]
     fetch(record.store, groups, record.journal.read(min(starts, default=stop), stop))
@@ -175,11 +161,8 @@ def _refused_now(frame: Frame, refused: Refusal) -> JournalError:
 
 
 def make_room(record: Record, wanted: int) -> None:
-    """Mark the oldest segments that no group needs for removal; the next sync of the journal removes them.
-
-    `wanted`: number of bytes to free. If these segments have fewer bytes, the needed frames of the next segment are
-    copied to the end of the journal, so that it can be removed too.
-    """
+    """Mark the oldest segments that no group needs for removal. If they have fewer than `wanted` bytes, the needed
+    frames of the next segment are copied to the end of the journal, so that it can go too."""
     journal = record.journal
     if journal.reclaims:
         return
@@ -205,7 +188,6 @@ def make_room(record: Record, wanted: int) -> None:
 
 
 def _needed(record: Record, start: int, stop: int) -> Iterator[tuple[int, Buffer]]:
-    """The step groups and scores between two positions of the journal that some group needs."""
     groups = record.ledger.state.groups
     for frame in record.journal.read(start, stop):
         if frame.kind == events.SCORES and events.scored_from(frame.payload).group_id in groups:

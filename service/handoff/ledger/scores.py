@@ -38,8 +38,7 @@ class CompleteGroup(NamedTuple):
 
 
 def with_scores(steps: Steps, ends: Ends, scores: Sequence[Scored]) -> tuple[Steps, Ends]:
-    """The steps and end records of a group, changed by its scorers' answers; unchanged if there are no answers. `ends`
-    is sorted by sample."""
+    """The steps and end records (sorted by sample) of a group, changed by its scorers' answers."""
     rewards = [score.rewards for score in scores if score.rewards is not None]
     if rewards:
         added_E = np.array(rewards, np.float64).sum(axis=0)
@@ -88,10 +87,7 @@ def rewarded(steps: Steps, ends: Ends, scores: tuple[Scored, ...]) -> tuple[Step
 
 
 def sampled_tokens(steps: Steps) -> Int64s:
-    """Positions of a group's sampled tokens on the token axis, ordered by sample, step and position in the step.
-
-    The order depends neither on the order in which steps arrived nor on how they share prefixes.
-    """
+    """Positions of a group's sampled tokens, ordered by sample, step and position in the step, however they arrived."""
     order_K = np.lexsort((steps.index_K, steps.sample_K))
     rank_K = np.empty(len(steps), np.int64)
     rank_K[order_K] = np.arange(len(steps))

@@ -7,9 +7,8 @@ published:  (0,0) (0,1) (0,2) (0,3)      then the trainer goes back to step 1 as
                      \\__ (1,1) (1,2)
 staleness at (1,2):  of a (0,1) token 1; of (1,2) 0; of an abandoned (0,3) token 1, of an abandoned (0,2) token 1
 
-The trainer repeats the undone steps on the same groups, so the weights of an abandoned version are close to the
-weights of the repeated version of the same step. The staleness of the abandoned version's tokens is the number of steps
-since that step, but at least 1, because the weights are not exactly the same.
+The trainer repeats the undone steps on the same groups, so the weights of an abandoned version are close to those of
+the repeated version of the same step: its tokens count the steps since that step, and at least 1.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ MESSAGES_REMEMBERED = 256
 """Maximum number of sequence numbers that are remembered per generator for messages received out of order."""
 
 CLAIMS_REMEMBERED = 64
-"""Answered claims that are remembered per generator, because Ray repeats a claim whose answer was lost. A generator has
-one or two open claims at a time."""
+"""Answered claims that are remembered per generator, because Ray repeats a claim whose answer was lost."""
 
 BUCKETS = 33
 
@@ -128,8 +126,7 @@ class Member:
     received_below: int = 0
     """Every message with a smaller sequence number was received."""
     received: set[int] = field(default_factory=set)
-    """Sequence numbers above `received_below` that were received. Only the newest are kept, because a message that was
-    refused or had nothing new leaves a gap for ever."""
+    """The newest sequence numbers received above `received_below`; a refused message leaves a gap for ever."""
     given: dict[int, tuple[int, dict[int, int]]] = field(default_factory=dict)
     """For each of the generator's newest claims, by request_id: the assigned group_id and each sample's attempt."""
 
@@ -173,7 +170,7 @@ class Lengths:
     """Number of tokens with loss in the trained trajectories, by trajectory length."""
 
     def export(self) -> dict[str, list[int]]:
-        """The histograms by name, without empty buckets at the end. `[5, 1, 2]`: 5 of length 0, 1 of 1, 2 of 2 or 3."""
+        """The histograms by name, without empty buckets at the end."""
         counts = {field.name: getattr(self, field.name) for field in fields(self)}
         used = max((place + 1 for of in counts.values() for place, count in enumerate(of) if count), default=0)
         return {name: of[:used] for name, of in counts.items()}
@@ -202,11 +199,10 @@ class Success:
 
     groups: int = 0
     success: float = 0.0
-    """Fraction of trajectories that succeeded: a running mean over groups. Each new group has a weight of at least 1 /
-    `NEWEST_GROUPS`, so that results of older policies fade."""
+    """Fraction of trajectories that succeeded: a running mean over about the `NEWEST_GROUPS` newest groups."""
 
     def note(self, success: float) -> None:
-        """Add one more group. `success`: the fraction of its trajectories that succeeded."""
+        """Add one more group, of whose trajectories this fraction succeeded."""
         self.groups += 1
         self.success += (success - self.success) / min(self.groups, NEWEST_GROUPS)
 
@@ -273,8 +269,7 @@ class VersionHistory:
         self._note(version)
 
     def rollback(self, to_step: int) -> int:
-        """Record that a new incarnation of the trainer continues from the earlier step `to_step`; returns the number of
-        the incarnation."""
+        """A new incarnation of the trainer continues from the step `to_step`; returns the incarnation's number."""
         if to_step > self.current.step:
             raise ValueError(f"cannot go back to step {to_step} from {self.current}")
         incarnation = self.current.incarnation + 1

@@ -81,18 +81,14 @@ def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
 
 
 def merge(steps: Steps, mode: Mode = "linear") -> MergedRows:
-    """Merge the steps of each trajectory of a table into rows. The steps may be in any order; a step that occurs
-    several times is used once."""
+    """Merge the steps of a table, in any order, into rows; a step that occurs several times is used once."""
     check_choice("mode", mode, Mode)
     return merge_in_order(*in_order(steps), mode)
 
 
 def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = False) -> MergedRows:
-    """Merge a table of steps that are sorted by trajectory, then by index, and have no duplicates. `number_K`: the
-    number of each step's trajectory.
-
-    `by_turn`: whether the rows record the step of each token (`Rows.turn_N`).
-    """
+    """Merge a table of steps that are sorted by trajectory (`number_K`), then by index, and have no duplicates.
+    `by_turn`: whether the rows record the step of each token (`Rows.turn_N`)."""
     counts = dict.fromkeys(("extended", "forked", "reset"), 0)
     layout = _layout(steps, number_K, mode, counts)
     begin_R = np.flatnonzero(np.diff(layout.row_C, prepend=-1))
@@ -106,8 +102,7 @@ def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = F
 
 
 def check_whole(steps: Steps) -> Steps:
-    """The steps in order, without duplicates; raises a ValueError if a trajectory has two prompts, lacks a step, or has
-    a reference to other tokens than there are."""
+    """The steps in order, without duplicates; raises a ValueError for two prompts, a gap, or a wrong reference."""
     steps, number_K = in_order(steps)
     start_K = np.maximum.accumulate(np.where(changes(number_K), np.arange(len(steps)), 0))
     for k in np.flatnonzero(steps.uid_K != steps.uid_K[start_K])[:1].tolist():
@@ -121,7 +116,6 @@ def check_whole(steps: Steps) -> Steps:
 
 
 def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) -> _Layout:
-    """The layout of the rows. Trajectories in which each step continues the previous one are laid out at once."""
     first_K, item_K = changes(number_K), np.arange(len(steps))
     begins_K = first_K | (mode == "off")
     chained_K = _chained(steps, number_K, begins_K)
@@ -157,7 +151,6 @@ def _chained(steps: Steps, number_K: Int64s, begins_K: Bools) -> Bools:
 
 
 def _rows(steps: Steps, layout: _Layout, begin_R: Int64s) -> Rows:
-    """The rows of a layout; `begin_R`: the first segment of each row."""
     length_C, first_R = layout.stop_C - layout.start_C, layout.row_C[begin_R]
     last_R = layout.last_K[first_R]
     prompt_length_K = total_lengths(steps) - lengths_of(steps.offsets_K) + steps.prompt_length_K
@@ -205,8 +198,7 @@ def _items_of_segments(steps: Steps, layout: _Layout) -> Int64s:
 
 
 def _fill(columns: dict[str, Any], where_N: Bools, on_prompt: bool) -> None:
-    """Set the tokens in `where_N` to the column's fill value, in the columns that have values for prompt tokens if
-    `on_prompt`, otherwise in the other columns."""
+    """Set tokens to the fill value, in the columns that have values for prompt tokens or in the others."""
     for column in _FILLED:
         if column.about.on_prompt == on_prompt and (array := columns[column.name]) is not None:
             chosen = where_N.reshape(-1, *(1,) * (array.ndim - 1))
@@ -259,8 +251,7 @@ class _RowBuilder:
         self._row_of[step.index] = row
 
     def _continued(self, step: StepNode, kind: tuple[float, bool]) -> _OpenRow | None:
-        """The row that a step continues, because its prompt begins with all of the row's tokens; the longest such row
-        with `tree`, and only the newest row with `linear`."""
+        """The row whose tokens a step's prompt begins with: the longest one with `tree`, the newest with `linear`."""
         while (extended := step.parent) is not None and self._mode != "off":
             row, is_whole = self._row_of[extended.index], step.cut == extended.length
             if row.tip is extended and is_whole and row.kind == kind and (self._mode == "tree" or row is self.rows[-1]):
@@ -269,11 +260,8 @@ class _RowBuilder:
         return None
 
     def _first_sampled(self, step: StepNode, prompt_length: int) -> int:
-        """The position of the first response in a new row; also counts why the step begins a new row.
-
-        `forked`: the step shares sampled tokens with the nearest row but does not continue that row. `reset`: the step
-        shares no sampled tokens with it.
-        """
+        """The position of the first response in a new row; counts whether it is `forked` from sampled tokens of the
+        nearest row, or a `reset`."""
         if not self.rows or self._mode == "off":
             return prompt_length
         if self._mode == "tree":

@@ -35,8 +35,7 @@ from service.types import Extension, Int32s, Step, Steps, TrajectoryId
 def longest_prefix(prompt_ids: Int32s, earlier: Iterable[tuple[int, Int32s]]) -> Extension | None:
     """A reference to the earlier step that shares the longest prefix with a prompt; None if no step shares a token.
 
-    `earlier`: (index, whole prompt and response) of each earlier step, the newest first. Of several equal prefixes the
-    newest counts.
+    `earlier`: (index, whole prompt and response) of each earlier step, the newest first, which counts among equals.
 
     >>> earlier = [(1, np.array([1, 2, 3, 4], np.int32)), (0, np.array([1, 9], np.int32))]
     >>> longest_prefix(np.array([1, 2, 7], np.int32), earlier)[:2]
@@ -50,8 +49,7 @@ def longest_prefix(prompt_ids: Int32s, earlier: Iterable[tuple[int, Int32s]]) ->
 
 
 def shared_form(steps: Sequence[Step]) -> list[Step]:
-    """The steps in the form in which they are sent: each whole prompt is replaced by a reference to an earlier step of
-    its trajectory, and the tokens after it. Steps may be in any order; steps that have a reference stay as they are.
+    """The steps, in any order, as they are sent: whole prompts are replaced by a reference and the tokens after it.
 
     >>> def step(index, prompt, response):
     ...     ids = np.array(response, np.int32)
@@ -70,15 +68,11 @@ def shared_form(steps: Sequence[Step]) -> list[Step]:
             before = whole.get(step.extends.step, prompt_ids[:0])[: step.extends.length]
             prompt_ids = np.concatenate((before, prompt_ids))
         elif extends := longest_prefix(prompt_ids, ((i, whole[i]) for i in reversed(whole) if i < step.index)):
-            made[place] = after_reference(step, extends)
+            routed = None if step.routed_experts is None else step.routed_experts[extends.length :]
+            own_ids = prompt_ids[extends.length :]
+            made[place] = replace(step, prompt_ids=own_ids, extends=extends, routed_experts=routed)
         whole[step.index] = np.concatenate((prompt_ids, step.response_ids))
     return made
-
-
-def after_reference(step: Step, extends: Extension) -> Step:
-    """The step with the reference `extends`, and without the prompt tokens to which it refers."""
-    routed = None if step.routed_experts is None else step.routed_experts[extends.length :]
-    return replace(step, prompt_ids=step.prompt_ids[extends.length :], extends=extends, routed_experts=routed)
 
 
 def common_prefix(a: NDArray[Any], b: NDArray[Any]) -> int:
@@ -99,8 +93,7 @@ def common_prefix(a: NDArray[Any], b: NDArray[Any]) -> int:
 
 
 class PrefixError(ValueError):
-    """Raised if a step's reference is to tokens that do not exist, or to tokens with another digest than the
-    reference."""
+    """Raised if a step's reference is to tokens that do not exist, or to other tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,8 +129,7 @@ class StepNode:
         return self.digests[length]
 
     def segments(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The segments (start, stop) of the token axis in which the tokens `start:stop` of the step's prompt and
-        response lie. The step, and the earlier steps that own some of its tokens, must be in one table."""
+        """The segments of the token axis in which the tokens `start:stop` of prompt and response lie, in one table."""
         step, found = self, list[tuple[int, int]]()
         while start < stop:
             step = step.owner(stop)

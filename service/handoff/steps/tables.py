@@ -74,7 +74,6 @@ def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
 
 
 def _n_said(end: TrajectoryEnd) -> int:
-    """All steps if the end record has values about them, else 0."""
     return max(len(end.roles), len(end.rewards))
 
 
@@ -84,8 +83,7 @@ def said_bytes(end: TrajectoryEnd) -> int:
 
 
 def said_steps(steps: Steps, ends: Ends, end_K: Int64s) -> tuple[Int64s, Int64s]:
-    """The positions of the steps for which an end record has a role and a later reward, and where these values lie: the
-    position of each such step on axis `S`. `end_K`: see `end_of_items`."""
+    """The steps about which an end record has values, and their positions on axis `S`; `end_K`: see `end_of_items`."""
     k = np.flatnonzero(lengths_of(ends.step_offsets_E)[end_K])
     return k, ends.step_offsets_E[end_K[k]] + steps.index_K[k]
 
@@ -109,11 +107,8 @@ class Played(NamedTuple):
 
     @staticmethod
     def of(steps: Steps, ends: Ends) -> Played:
-        """Make complete trajectories from steps and end records, in the order of the end records.
-
-        Raises:
-            ValueError: a step's trajectory has no end record or two; a step came twice.
-        """
+        """Complete trajectories in the order of the end records; raises a ValueError if a step's trajectory has no end
+        record or two, or a step came twice."""
         end_K = end_of_items(steps, ends)
         order = np.lexsort((steps.index_K, end_K))
         if (order[1:] < order[:-1]).any():
@@ -137,11 +132,7 @@ def trajectory_ids(table: Steps | Ends | Rows) -> list[TrajectoryId]:
 
 
 def end_of_items(steps: Steps, ends: Ends) -> Int64s:
-    """[K] the trajectory of each step, as the position of the trajectory's end record in `ends`.
-
-    Raises:
-        ValueError: a step's trajectory has no end record or two.
-    """
+    """[K] the trajectory of each step, as the position of its end record; raises a ValueError if it has none or two."""
     number_X, first_X = trajectories(
         np.concatenate((ends.group_id_E, steps.group_id_K)),
         np.concatenate((ends.sample_E, steps.sample_K)),
@@ -165,7 +156,7 @@ def total_lengths(steps: Steps) -> Int64s:
 
 
 def long_note_bytes(steps: Steps, items: Iterable[int]) -> int:
-    """Bytes of the notes of these steps, without the first `NOTE_BYTES` of each note, which `ITEM_BYTES` includes."""
+    """Bytes of the notes of these steps beyond the `NOTE_BYTES` that `ITEM_BYTES` includes."""
     if not any(len(note) * 4 > NOTE_BYTES for note in steps.notes):  # a character has at most 4 bytes
         return 0
     note_K = steps.note_K.tolist()
@@ -187,8 +178,7 @@ def is_truncated_K(steps: Steps) -> Bools:
 
 
 def by_turn(tables: Sequence[Steps]) -> Iterator[tuple[str, int, int]]:
-    """For each range of turn numbers with responses: (name of the range, number of responses, number of truncated
-    responses)."""
+    """For each range of turn numbers: (its name, number of responses, number of truncated responses)."""
     turn_K = np.concatenate([np.searchsorted(TURN_BOUNDS, steps.index_K + 1) for steps in tables])
     truncated_K = np.concatenate([is_truncated_K(steps) for steps in tables])
     responses, truncated = (np.bincount(of_K, minlength=len(TURNS)) for of_K in (turn_K, turn_K[truncated_K]))
@@ -251,8 +241,7 @@ def _fields_of_both(table: Steps | Rows) -> Iterator[dict[str, Any]]:
 
 
 def end_objects(ends: Ends) -> list[TrajectoryEnd]:
-    """The end records of a table as objects. If an end record's roles are all `main`, or its later rewards all 0, the
-    object has none."""
+    """The end records of a table as objects, without roles that are all `main` and later rewards that are all 0."""
     columns = (ends.uid_E, ends.n_steps_E, ends.stop_reason_E, ends.reward_E)
     items = zip(trajectory_ids(ends), *(column_E.tolist() for column_E in columns), strict=True)
     said, bounds = pairwise(ends.step_offsets_E.tolist()), pairwise(ends.offsets_E.tolist())
@@ -346,11 +335,7 @@ def same_step(a: Steps, k: int, b: Steps, j: int) -> bool:
 
 def in_order(steps: Steps) -> tuple[Steps, Int64s]:
     """The steps, sorted by trajectory (in order of first appearance), then by index, without duplicates; and the number
-    of each step's trajectory.
-
-    Raises:
-        ValueError: a step came twice with different content.
-    """
+    of each step's trajectory. Raises a ValueError if a step came twice with different content."""
     number_K, _ = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
     same_K, next_K = number_K[1:] == number_K[:-1], steps.index_K[1:] > steps.index_K[:-1]
     if (next_K | ~same_K).all() and (number_K[1:] >= number_K[:-1]).all():

@@ -106,8 +106,7 @@ def roles_from(packed: bytes, n_steps: int, named: Sequence[str] = ()) -> list[s
 
 
 class Routing(NamedTuple):
-    """Shape and type of the records of routed experts that the model can replay, that is, use instead of its own
-    routing; all fields are 0 or empty for a model without experts."""
+    """Shape and type of the routed experts that the model can replay; all 0 or empty for a model without experts."""
 
     layers: tuple[int, ...]
     """The allowed numbers of layers in a record: all layers of the model, or only the layers with experts."""
@@ -116,8 +115,7 @@ class Routing(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of a record of routed experts: uint8 if it can hold all expert numbers and -1
-        (`service.columns.widened`), else int16."""
+        """The type of expert numbers: uint8 if it can hold them all and -1 (`service.columns.widened`), else int16."""
         return np.dtype(np.uint8 if self.experts <= NO_BYTE + (self.topk > 1) else np.int16)
 
     @property

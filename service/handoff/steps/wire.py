@@ -78,11 +78,7 @@ class _Damaged(Exception):
 
 
 def encode(group: StepGroup) -> bytes:
-    """The bytes of a step group.
-
-    Raises:
-        ValueError: the group's names (uids, stop reasons, notes) take more bytes than a header may have.
-    """
+    """The bytes of a step group; raises a ValueError if its names take more bytes than a header may have."""
     steps, ends = group.steps, group.ends
     arrays = _arrays_of(steps) | _arrays_of(ends)
     names = (steps.uids, steps.stop_reasons, steps.notes, ends.uids, ends.stop_reasons)
@@ -96,8 +92,7 @@ def encode(group: StepGroup) -> bytes:
 
 
 def decode(data: bytes | memoryview, limits: Limits | None) -> StepGroup | Refusal:
-    """The step group in these bytes, or a refusal with the reason why they are invalid; never raises. `limits`: None
-    for a message that was accepted before."""
+    """The step group in these bytes, or why they are invalid; never raises. No `limits`: it was accepted before."""
     try:
         if limits is not None and len(data) > limits.max_group_bytes:
             raise _Damaged(RefusalReason.TOO_LARGE, "message", len(data))

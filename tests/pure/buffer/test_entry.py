@@ -69,6 +69,19 @@ def test_a_trajectory_that_contradicts_itself_is_refused_in_one_message_or_in_tw
         assert isinstance(answer, Refusal) and answer.reason is reason
 
 
+def test_steps_count_once_in_whatever_order_and_however_often_they_come(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    work = world.generator.claimed()
+    for sample in work.samples:
+        of = TrajectoryId(work.group_id, sample)
+        steps = [step(of, work.prompt_uid, index) for index in range(3)]
+        ends = [TrajectoryEnd(of, work.prompt_uid, 3, "stop", 1.0)]
+        for sent in ([steps[2]], [steps[0], steps[2]], [steps[1]]):
+            assert isinstance(world.generator.send(sent, ends), Receipt)
+    status = world.buffer.status()
+    assert (status.groups["complete"], status.accepted_tokens) == (1, 12)
+
+
 @pytest.mark.parametrize("crash", [False, True])
 def test_routed_experts_of_another_shape_are_refused_for_they_fit_into_no_batch(tmp_path: Path, crash: bool) -> None:
     world = World(tmp_path)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 import xxhash
 
 from service.columns import bytes_per_token
 from service.config import Config
 from service.config.checks import problems
 from service.config.core_settings import worst_bytes
+from service.errors import ConfigError
 from service.handoff.group_bytes import ITEM_BYTES, NOTE_BYTES
 from service.handoff.steps import wire
 from service.handoff.steps.tables import long_note_bytes, steps_table
@@ -72,6 +74,15 @@ def test_a_message_whose_names_outgrow_its_reservation_is_refused(tmp_path: Path
     long = replace(full_step(of, LONG_NAME, 0, world.settings, START), stop_reason=LONG_NAME)
     answer = world.generator.send([long])
     assert isinstance(answer, Refusal) and answer.reason is RefusalReason.TOO_LARGE
+
+
+def test_the_check_and_the_buffer_agree_about_the_memory(tmp_path: Path) -> None:
+    enough = 2 * worst_bytes(config()).group
+    made, less = with_bounds(config(), max_bytes=enough), with_bounds(config(), max_bytes=enough - 1)
+    assert is_accepted(made) and not is_accepted(less)
+    World(tmp_path, made)
+    with pytest.raises(ConfigError, match=r"buffer\.max_bytes"):
+        World(tmp_path, less)
 
 
 def test_what_a_trajectory_has_sent_is_reserved_once(tmp_path: Path) -> None:

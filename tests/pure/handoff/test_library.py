@@ -95,7 +95,7 @@ def test_a_trajectory_of_two_prompts_or_with_a_gap_is_not_merged(
 @pytest.mark.parametrize(
     ("steps", "ends", "said"),
     [
-        ([step(0, [1], [2])], [], "sample=0/attempt=0 has no end"),
+        ([step(0, [1], [2])], [], "ended after no steps, but 1 are there"),
         ([step(0, [1], [2])], [end(steps=2)], "ended after 2 steps, but 1 are there"),
         ([step(0, [1], [2])], [end(), end()], "ends twice"),
         ([step(0, [1], [2])], [end(uid="b")], "group=0 is of the prompts 'a' and 'b'"),
