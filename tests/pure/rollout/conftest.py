@@ -39,6 +39,19 @@ def templated(folder: Path, template: str) -> Chat:
     return Chat(load_tokenizer(folder))
 
 
+STRIPS_WHAT_STANDS_BEFORE_NONE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('none')[-1] if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def stripping_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    """A chat whose template drops an earlier turn's words before `none`, as real ones drop its thoughts."""
+    return templated(tmp_path_factory.mktemp("stripping"), STRIPS_WHAT_STANDS_BEFORE_NONE)
+
+
 class ScriptedEngine:
     """Answers each prompt with what the script says about the conversation's words, and keeps what it was asked."""
 

@@ -15,7 +15,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from baton.examples import lookup
 from service.errors import UserError
@@ -25,6 +25,7 @@ from service.rollout.chat.tokenizer import END, load_tokenizer, make_tokenizer
 from service.rollout.environment import Message
 from service.types import Int32s
 from tests.pure.rollout.conftest import templated
+from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON, tokenizer_of
 
 ASK = [Message(role="user", content="what is the age of fox ?")]
 TOLD = [Message(role="user", content="17")]
@@ -45,16 +46,13 @@ def test_the_delta_starts_with_the_end_only_where_the_response_has_none(chat: Ch
     assert chat.text(chat.delta(TOLD, other)) == "user 17 assistant"
 
 
-def test_the_end_of_a_turn_is_the_token_that_the_template_closes_it_with(tmp_path: Path) -> None:
+def test_a_turn_ends_with_the_token_that_the_template_closes_it_with_or_the_tokenizers_own(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, lookup.vocabulary())
     tokenizer = load_tokenizer(tmp_path)
     tokenizer.eos_token = "<|pad|>"
     chat = Chat(tokenizer)
     assert chat.end_id == tokenizer.convert_tokens_to_ids(END)
     assert chat.end_ids == (chat.end_id, tokenizer.convert_tokens_to_ids("<|pad|>"))
-
-
-def test_without_a_closing_token_in_the_template_the_tokenizers_own_end_is_appended(tmp_path: Path) -> None:
     chat = templated(tmp_path, "{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
     assert chat.end_ids == (chat.end_id,)
     assert chat.text(chat.delta(TOLD, chat.end_id)) == "17"
@@ -65,23 +63,20 @@ def test_a_cached_prompt_cannot_be_written_to(chat: Chat) -> None:
         chat.prompt(ASK)[0] = 0
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_template_or_place_for_responses_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no folder"):
         load_tokenizer(tmp_path / "missing")
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         load_tokenizer(tmp_path)
-
-
-def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
-    make_tokenizer(tmp_path, lookup.vocabulary())
+    with pytest.raises(UserError, match="leaves out an assistant's message"):
+        templated(tmp_path, "{{ messages[0]['content'] }}")
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="has no chat template"):
         load_tokenizer(tmp_path)
-
-
-def test_a_template_that_leaves_the_assistant_out_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="leaves out an assistant's message"):
-        templated(tmp_path, "{{ messages[0]['content'] }}")
+    beside_some = "{% for m in messages %}{% if messages[-1].role == 'user' %}{{ m.content }} {% endif %}{% endfor %}"
+    chat = templated(tmp_path, beside_some)
+    with pytest.raises(MessagesRefused, match="leaves out an assistant's message"):
+        chat.delta([Message(role="tool", content="17")], chat.end_id)
 
 
 CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT = (
@@ -97,22 +92,15 @@ CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT = (
 def byte_level_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
     """A chat over a byte-level BPE tokenizer, as the models that people train have it."""
     backend = Tokenizer(BPE())
-    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    backend.decoder = ByteLevelDecoder()
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=400, special_tokens=specials, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
     backend.train_from_iterator([CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT, "\n\n \n user assistant system"], trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT
-    folder: Path = tmp_path_factory.mktemp("bytes")
-    tokenizer.save_pretrained(folder)
-    return Chat(load_tokenizer(folder))
+    return Chat(tokenizer)
 
 
 pieces = st.one_of(
@@ -174,15 +162,61 @@ def test_what_stands_between_two_turns_of_a_chatml_model_starts_after_its_end_to
     assert byte_level_chat.text(delta) == "\nuser\n<tool_response>\n17\n</tool_response>\nassistant\n"
 
 
-def test_a_template_that_loses_the_response_beside_some_messages_refuses_these(tmp_path: Path) -> None:
-    chat = templated(
-        tmp_path, "{% for m in messages %}{% if messages[-1].role == 'user' %}{{ m.content }} {% endif %}{% endfor %}"
-    )
-    with pytest.raises(MessagesRefused, match="leaves out an assistant's message"):
-        chat.delta([Message(role="tool", content="17")], chat.end_id)
-
-
 def test_what_a_template_reads_beside_role_and_content_is_not_taken_from_another_message(tmp_path: Path) -> None:
     chat = templated(tmp_path, "{% for m in messages %}{{ m.name }} {{ m.content }}{% endfor %}")
     prompts = [chat.prompt([{"role": "tool", "content": "17", "name": name}]) for name in ("fox", "owl")]  # type: ignore[typeddict-unknown-key]
     assert [chat.text(prompt) for prompt in prompts] == ["fox 17", "owl 17"]
+
+
+# -- turns in the forms of published families --------------------------------------------------------------------------
+
+
+def family(user: str, assistant: str, content: str = "m.content") -> str:
+    """A template that writes these before a user's text and around an assistant's, and begins a reply."""
+    before, after = assistant.split("|||")
+    return (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        f"{before}{{{{ {content} }}}}{after}"
+        f"{{% else %}}{user.replace('|||', '{{ m.content }}')}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{before}{{% endif %}}"
+    )
+
+
+CHATML = ("<|im_start|>user\n|||<|im_end|>\n", "<|im_start|>assistant\n|||<|im_end|>\n")
+STABLE = {
+    "qwen2, olmo3, smollm3": family(*CHATML),
+    "gemma": family("<start_of_turn>user\n|||<end_of_turn>\n", "<start_of_turn>model\n|||<end_of_turn>\n"),
+    "llama": family("<|start|>user<|stop|>\n\n|||<|eot|>", "<|start|>assistant<|stop|>\n\n|||<|eot|>"),
+    "phi3": family("<|user|>\n|||<|end|>\n", "<|assistant|>\n|||<|end|>\n"),
+    "granite": family("<|role|>user<|stop|>|||<|eot|>\n", "<|role|>assistant<|stop|>|||<|eot|>\n"),
+    "glm4, whose turns end where the next begins": family("<|user|>\n|||", "<|assistant|>\n|||"),
+    "mistral": family("[INST]|||[/INST]", "|||</s>"),
+}
+WITHOUT_EARLIER_THINKING = family(*CHATML, content="m.content.split('</think>')[-1]")
+"""As Qwen3's."""
+SPECIAL = ["<start_of_turn>", "<end_of_turn>", "<|start|>", "<|stop|>", "<|eot|>", "<|role|>"]
+SPECIAL += ["<|user|>", "<|assistant|>", "<|end|>", "[INST]", "[/INST]"]
+
+
+def histories(template: str) -> tuple[str, str]:
+    """Two turns, appended to the tokens that were sampled, and rendered anew."""
+    tokenizer: PreTrainedTokenizerBase = tokenizer_of(THINKING_AND_JSON)
+    tokenizer.add_tokens(SPECIAL, special_tokens=True)
+    tokenizer.chat_template = template
+    chat = Chat(tokenizer)
+    asked, said, told = Message(role="user", content="2+2?"), "<think>sum</think>4", Message(role="user", content="+1?")
+    appended = [*chat.prompt([asked]).tolist(), *chat.plain(said).tolist(), chat.end_id]
+    appended += chat.delta([told], chat.end_id).tolist()
+    rendered = chat.prompt([asked, Message(role="assistant", content=said), told]).tolist()
+    return tokenizer.decode(appended), tokenizer.decode(rendered)
+
+
+@pytest.mark.parametrize("name", STABLE)
+def test_a_rendered_history_begins_with_what_was_sampled(name: str) -> None:
+    appended, rendered = histories(STABLE[name])
+    assert appended == rendered
+
+
+def test_a_template_that_leaves_out_earlier_thinking_forks_only_where_it_is_rendered_again() -> None:
+    appended, rendered = histories(WITHOUT_EARLIER_THINKING)
+    assert appended.replace("<think>sum</think>", "") == rendered != appended

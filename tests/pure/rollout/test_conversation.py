@@ -22,19 +22,6 @@ from tests.pure.rollout.conftest import (
     whole_prompts,
 )
 
-STRIPS_WHAT_STANDS_BEFORE_NONE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content.split('none')[-1] if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def stripping_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
-    """A chat whose template drops an earlier turn's words before `none`, as real ones drop its thoughts."""
-    folder: Path = tmp_path_factory.mktemp("stripping")
-    return templated(folder, STRIPS_WHAT_STANDS_BEFORE_NONE)
-
 
 async def test_inline_observations_stand_bare_between_responses_and_only_the_last_response_is_closed(
     chat: Chat,

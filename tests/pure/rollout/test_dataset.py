@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from baton.examples import lookup
 from service.errors import UserError
 from service.rollout.prompts.dataset import COLUMN_CHARACTERS, load_tasks, rows_digest, write_rows
 
@@ -30,15 +29,6 @@ def nested(depth: int) -> Any:
     return value
 
 
-def test_rows_that_an_environment_made_are_read_back_as_tasks(tmp_path: Path) -> None:
-    rows = lookup.rows(5, seed=1)
-    write_rows(tmp_path / "made" / "rows.jsonl", rows)
-    tasks = load_tasks(tmp_path / "made" / "rows.jsonl")
-    assert [task.uid for task in tasks] == [row["uid"] for row in rows]
-    assert [list(task.prompt) for task in tasks] == [row["prompt"] for row in rows]
-    assert [task.extra_info for task in tasks] == [row["extra_info"] for row in rows]
-
-
 SKYRL = {
     "data_source": "openai/gsm8k",
     "prompt": PROMPT,
@@ -46,13 +36,7 @@ SKYRL = {
     "reward_spec": {"method": "rule", "ground_truth": "42"},
     "extra_info": {"split": "train", "index": 7},
 }
-VERL = {
-    "data_source": "openai/gsm8k",
-    "prompt": PROMPT,
-    "ability": "math",
-    "reward_model": {"style": "rule", "ground_truth": "42"},
-    "extra_info": {"split": "train", "index": 7},
-}
+VERL = {"reward_model" if name == "reward_spec" else name: of for name, of in SKYRL.items() if name != "env_class"}
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -73,18 +57,10 @@ def test_the_columns_of_skyrl_and_of_verl_are_understood(
     assert first.extra_info["data_source"] == "openai/gsm8k"
 
 
-def test_a_plain_text_is_one_message_of_the_user(tmp_path: Path) -> None:
-    (task,) = load_tasks(written(tmp_path, {"prompt": "6 times 7?"}))
-    assert list(task.prompt) == PROMPT
-
-
-def test_a_line_separator_inside_a_text_does_not_end_the_row(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    write_rows(path, [{"prompt": "one\u2028two"}])
-    assert load_tasks(path)[0].prompt[0]["content"] == "one\u2028two"
-
-
-def test_a_file_as_other_systems_write_it_is_read_too(tmp_path: Path) -> None:
+def test_a_plain_text_is_one_message_of_the_user_in_files_as_other_systems_write_them(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "one\u2028two"}])
+    (task,) = load_tasks(tmp_path / "rows.jsonl")
+    assert list(task.prompt) == [{"role": "user", "content": "one\u2028two"}]
     (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \r\n{"prompt": "b"}')
     assert [task.prompt[0]["content"] for task in load_tasks(tmp_path / "rows.jsonl")] == ["a", "b"]
 
@@ -95,8 +71,6 @@ def test_a_file_as_other_systems_write_it_is_read_too(tmp_path: Path) -> None:
         ({"question": "6 times 7?", "a": 42}, r"column prompt: is missing \(the row has question, a: data\.columns"),
         ({"promt": "6 times 7?"}, r"row 1, column prompt: is missing \(there is a column 'promt'\)"),
         ({"prompt": []}, "row 1, column prompt: is missing"),
-        ({"prompt": 42}, "row 1, column prompt: "),
-        ({"prompt": ["6 times 7?"]}, "row 1, column prompt: .0."),
         ({"prompt": [{"role": "user", "content": 42}]}, "row 1, column prompt: .0..content"),
         ({"prompt": [{"content": "6 times 7?"}]}, "row 1, column prompt: .0.*role"),
         ({"prompt": PROMPT, "reward_spec": "42"}, "row 1, column reward_spec: .*'42'"),
@@ -105,20 +79,16 @@ def test_a_file_as_other_systems_write_it_is_read_too(tmp_path: Path) -> None:
         ({"prompt": PROMPT, "uid": "a"}, "row 1, column uid: 'a' is the uid of row 0 too"),
         ({"prompt": PROMPT, "uid": "a" * 513}, "row 1, column uid: .*512"),
         ({"prompt": PROMPT, "temperature": 0}, "row 1, column temperature: .*0.01"),
-        ({"prompt": PROMPT, "temperature": 0.009}, "row 1, column temperature: .*0.01"),
         ({"prompt": PROMPT, "temperature": True}, "row 1, column temperature: .*True"),
         (["prompt"], "row 1: a row is an object with columns"),
         ({"prompt": PROMPT, "tools": "[bad"}, "row 1, column tools: no JSON"),
         ({"prompt": PROMPT, "tools": "[" * 100_000}, "row 1, column tools: no JSON"),
         ({"prompt": "half a pair \ud800"}, "row 1, column prompt: holds half a surrogate pair"),
-        (
-            {"prompt": [PROMPT[0] | {"content": "\ud800"}]},
-            r"row 1, column prompt: holds half a surr",
-        ),
-        (
-            {"prompt": PROMPT, "note": nested(350)},
-            r"column note: is nested too deeply; allowed are 64 levels",
-        ),
+        ({"prompt": [PROMPT[0] | {"content": "\ud800"}]}, "row 1, column prompt: holds half a surr"),
+        ({"prompt": PROMPT, "uid": "\ud800"}, "row 1, column uid: holds half a surr"),
+        ({"prompt": PROMPT, "env_class": "\ud800"}, "row 1, column env_class: holds half a surr"),
+        ({"prompt": PROMPT, "tools": [{"name": "\ud800"}]}, "row 1, column tools: holds half a surr"),
+        ({"prompt": PROMPT, "note": nested(350)}, "column note: is nested too deeply; allowed are 64 levels"),
         ({"prompt": "x" * (COLUMN_CHARACTERS + 1)}, "column prompt: is too large; allowed are 16777216 characters"),
     ],
 )
@@ -127,20 +97,13 @@ def test_a_bad_row_is_named_by_row_and_column(tmp_path: Path, row: Any, message:
         load_tasks(written(tmp_path, {"prompt": PROMPT, "uid": "a"}, row))
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, "9" * 5_000, "{", '{"prompt": "hi"'])
-def test_a_line_that_is_no_json_is_named_by_its_row(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"prompt": "hi"}}\n\n{line}\n')
-    with pytest.raises(UserError, match=r"row 1: no JSON: .* \(line 3(, column \d+)?\)"):
-        load_tasks(path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("rows.jsonl", b"", "there are no rows"),
-        ("rows.jsonl", b"\n\n", "there are no rows"),
-        ("rows.jsonl", b'{"prompt": "a"}\n{"prompt', "row 1: no JSON"),
+        ("rows.jsonl", b'{"prompt": "a"}\n\n{"prompt', r"row 1: no JSON: .* \(line 3, column 2\)"),
+        ("rows.jsonl", b'{"prompt": "a"}\n' + b"[" * 100_000, r"row 1: no JSON: .* \(line 2"),
+        ("rows.jsonl", b'{"prompt": "a"}\n' + b"9" * 5_000, r"row 1: no JSON: .* \(line 2"),
         ("rows.jsonl", b"\xff\xfe", "not UTF-8"),
         ("rows.parquet", b"no parquet", "no parquet file"),
         ("rows.csv", b"prompt\na\n", "ends in '.csv'; give a .jsonl or a .parquet file"),
@@ -156,13 +119,6 @@ def test_a_file_that_is_no_dataset_is_refused(tmp_path: Path, name: str, content
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rows\.jsonl: there is no such file"):
         load_tasks(tmp_path / "rows.jsonl")
-
-
-@pytest.mark.parametrize("column", ["uid", "env_class", "tools"])
-def test_half_a_surrogate_pair_is_refused_where_it_becomes_a_name_or_a_prompt(tmp_path: Path, column: str) -> None:
-    value = [{"name": "\ud800"}] if column == "tools" else "\ud800"
-    with pytest.raises(UserError, match=f"row 0, column {column}: .*half a surrogate pair"):
-        load_tasks(written(tmp_path, {"prompt": PROMPT, column: value}))
 
 
 def test_half_a_surrogate_pair_elsewhere_is_written_as_it_was_read(tmp_path: Path) -> None:
