@@ -151,15 +151,6 @@ def test_paths_of_another_machine_are_notes_of_the_validation_and_refused_by_a_r
     assert [line.split("override ")[1].split("=")[0] for line in refused] == ["model.path", "data.train"]
 
 
-def test_a_store_without_checkpoints_is_a_note_of_the_validation(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["config", "validate", "--config", QUICKSTART, "run.store=s3://bucket/run"]
-    assert main([*words, "trainer.checkpoint_every=0"]) == 0
-    note, last = capsys.readouterr().out.splitlines()
-    assert note.startswith("note: run.store: only the end of the run is uploaded") and last.endswith(": fine")
-    assert main([*words, "trainer.checkpoint_every=5"]) == 0
-    assert "note" not in capsys.readouterr().out
-
-
 def test_every_example_in_the_help_is_a_command_that_parses(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -218,54 +209,43 @@ def test_status_shows_what_a_run_serves(capsys: pytest.CaptureFixture[str], tmp_
         server.shutdown()
 
 
-def test_status_says_why_a_run_failed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run."""
     (tmp_path / "config.yaml").touch()
-    (tmp_path / "summary.json").write_text('{"state": "failed", "reason": "no mini-batch for 600 s"}')
-    assert main(["status", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}: failed\n  no mini-batch for 600 s\n"
+    return tmp_path
 
 
-def test_status_tells_a_run_that_starts_from_one_that_was_killed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "config.yaml").touch()
-    folder = RunWriter(tmp_path)
+def test_status_says_how_a_run_ended_until_it_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "summary.json").write_text('{"state": "failed", "reason": "no mini-batch for 600 s"}')
+    assert main(["status", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run}: failed\n  no mini-batch for 600 s\n"
+    with lock_run(run):
+        RunWriter(run).begin(resolved_yaml(Config()))
+        assert main(["status", str(run)]) == 2 and "the run is starting" in capsys.readouterr().err
 
+
+def test_status_tells_a_run_that_starts_from_one_that_was_killed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said() -> str:
-        assert main(["status", str(tmp_path)]) == 2
+        assert main(["status", str(run)]) == 2
         return capsys.readouterr().err
 
-    with lock_run(tmp_path):
+    with lock_run(run):
         assert "the run is starting" in said()
-        write_address(tmp_path, "http://127.0.0.1:1")
+        write_address(run, "http://127.0.0.1:1")
         assert "no run answers there" in said()
-    killed = said()
-    assert "it was killed" in killed and f"baton run --resume {tmp_path}" in killed
-    assert "not of baton sft" in killed
-    folder.begin(resolved_yaml(Config()))
+    assert f"baton run --resume {run}" in said()
+    RunWriter(run).begin(resolved_yaml(Config()))
     assert "it was killed" in said()
-
-
-def test_a_run_that_goes_on_is_no_longer_one_that_ended(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").touch()
-    folder = RunWriter(tmp_path)
-    folder.write_summary({"state": "stopped", "steps": 27})
-    assert main(["status", str(tmp_path)]) == 0
-    assert "stopped after 27 optimizer steps" in capsys.readouterr().out
-    with lock_run(tmp_path):
-        folder.begin(resolved_yaml(Config()))
-        assert main(["status", str(tmp_path)]) == 2
-        assert "the run is starting" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "{}", "[" * 100_000, "\udcff"])
 @pytest.mark.parametrize("file", ["address.json", "summary.json"])
 def test_a_damaged_file_of_a_run_is_one_line(
-    file: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, text: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.yaml").touch()
-    (tmp_path / file).write_text(text, errors="surrogateescape")
-    assert main(["status", str(tmp_path)]) == 2
+    (run / file).write_text(text, errors="surrogateescape")
+    assert main(["status", str(run)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -290,55 +270,21 @@ def test_a_closed_output_is_as_good_as_one_that_nobody_reads(words: list[str], t
     assert ended("<&- >&- 2>&-") == (ended(">/dev/null")[0], b"")
 
 
-def test_an_environment_beside_the_configuration_is_found(tmp_path: Path) -> None:
-    (tmp_path / "my_envs.py").write_text(
-        "class Guess:\n    async def reset(self, task, seed): ...\n    async def step(self, text): ...\n"
-    )
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "hi"}\n')
-    words = ["config", "validate", "--config", str(Path(QUICKSTART).resolve()), "data.make_rows=null"]
-    words += ["data.train=rows.jsonl", "env.trusted_modules=[my_envs]", "model.make=null"]
-    # As the installed command: unlike `python -m`, it does not look into the working directory by itself.
-    command = [sys.executable, "-P", "-c", "import sys; from service.cli.parser import main; sys.exit(main())", *words]
-
-    def said(name: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-        settings = [f"env.name=my_envs:{name}", "model.warm_start=null", "model.path=model"]
-        return subprocess.run(
-            [*command, *settings], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
-        ).stderr
-
-    assert "did you mean my_envs:Guess?" in said("Gues")
-    assert "needs a method `async def close`" in said("Guess")
-    (tmp_path / "my_envs.py").write_text("class Guess:\n    oh no\n")
-    assert "importing my_envs failed: SyntaxError" in said("Guess")
-
-
-def test_the_module_is_the_command_and_imports_neither_ray_nor_torch() -> None:
-    code = (
-        "import sys; from service.cli.parser import main; "
-        f"main(['config', 'validate', '--config', '{QUICKSTART}']); "
-        "sys.exit(sorted({'ray', 'torch', 'vllm', 'matplotlib'} & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stderr) == (0, "")
-    done = subprocess.run([sys.executable, "-m", "service", "status", "nobody"], capture_output=True, timeout=240)
-    assert done.returncode == 2 and done.stderr.startswith(b"baton: nobody: neither")
-
-
 @pytest.mark.parametrize(
     ("argv", "unneeded"),
     [
-        (["--help"], "numpy, pydantic, yaml"),
-        (["status", "nobody"], "numpy, pydantic, yaml"),
+        (["config", "validate", "--config", QUICKSTART], {"ray", "torch", "vllm", "matplotlib"}),
+        (["--help"], {"numpy", "pydantic", "yaml"}),
+        (["status", "nobody"], {"numpy", "pydantic", "yaml"}),
     ],
 )
-def test_commands_that_are_typed_often_load_only_what_they_need(argv: list[str], unneeded: str) -> None:
+def test_commands_load_only_what_they_need(argv: list[str], unneeded: set[str]) -> None:
     code = (
         "import contextlib, sys\n"
         "from service.cli.parser import main\n"
         "with contextlib.suppress(SystemExit):\n"
         f"    main({argv})\n"
-        f"sys.exit(sorted(set({unneeded!r}.split(', ')) & set(sys.modules)) or 0)"
+        f"sys.exit(sorted({unneeded} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

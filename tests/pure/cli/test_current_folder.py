@@ -46,12 +46,14 @@ def test_no_file_of_the_current_folder_is_executed_that_no_setting_names(tmp_pat
     folder = hostile_folder.make(tmp_path)
     listed = said(folder, "logs", "nobody")
     assert (listed.returncode, listed.stderr.count("\n")) == (2, 1) and "nobody: neither" in listed.stderr
-    valid = said(folder, "config", "validate", "--config", QUICKSTART)
-    assert (valid.returncode, valid.stderr) == (0, "")
     own = ["env.name=my_envs:Escape", "env.trusted_modules=[my_envs]", "data.make_rows=null", "data.train=rows.jsonl"]
-    valid = said(folder, "config", "validate", "--config", QUICKSTART, "model.warm_start=null", *own)
+    validate = ["config", "validate", "--config", QUICKSTART, "model.warm_start=null"]
+    valid = said(folder, *validate, *own)
     assert (valid.returncode, valid.stderr) == (0, "")
     assert not (folder / "executed").exists()
+    assert "did you mean my_envs:Escape?" in said(folder, *validate, *own[1:], "env.name=my_envs:Escpe").stderr
+    (folder / "my_envs.py").write_text("class Escape:\n    oh no\n")
+    assert "importing my_envs failed: SyntaxError" in said(folder, *validate, *own).stderr
 
 
 def test_the_module_that_is_run_as_the_command_leaves_the_current_folder_out(tmp_path: Path) -> None:

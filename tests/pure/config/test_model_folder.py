@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 from service.config import check_paths, load_config
 from service.errors import UserError
+from service.model_folder import tools_note
 
 QUICKSTART = "configs/quickstart.yaml"
 
@@ -111,12 +110,10 @@ def test_ranks_that_cannot_divide_the_heads_of_a_model_are_one_line(model: Path)
         check(model, "trainer.ranks=6", "trainer.sequence_parallel=6")
 
 
-def test_a_model_is_looked_into_without_torch(model: Path) -> None:
-    settings = ["model.make=null", "model.warm_start=null", f"model.path={model}"]
-    code = (
-        "import sys; from pathlib import Path; from service.config import check_paths, load; "
-        f"check_paths(load([Path({str(QUICKSTART)!r})], {settings}).config); "
-        "sys.exit(sorted({'ray', 'torch', 'vllm', 'transformers'} & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize(
+    ("template", "is_noted"), [("{{ messages }}", True), ("{% if tools %}{{ tools }}{% endif %}", False), (None, False)]
+)
+def test_a_template_that_leaves_out_tools_is_noted(tmp_path: Path, template: str | None, is_noted: bool) -> None:
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    assert (tools_note(tmp_path) is not None) == is_noted
