@@ -1,7 +1,6 @@
 """Habits of a repository: checks at a commit, workflows, templates, decisions; each does what it says."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,6 @@ def test_the_checks_at_a_commit_are_ruff_mypy_and_the_files() -> None:
             assert (Path(sys.executable).parent / Path(program).name).exists()
 
 
-def test_mypy_gets_what_it_is_strict_about() -> None:
-    wanted = re.compile(hooks()["mypy"]["files"])
-    assert wanted.match("service/types.py") and wanted.match("actors/buffer/actor.py")
-    assert not wanted.match("tests/conftest.py") and not wanted.match("service/observe/status_page.html")
-
-
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -64,15 +57,10 @@ def test_a_file_that_should_not_be_committed_is_refused(name: str, content: byte
     assert main([str(path)]) == 1
 
 
-def test_every_file_of_the_project_could_be_committed(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files = [ROOT / name for name in listed.split("\0") if name]
-    assert main([str(file) for file in files if file.is_file()]) == 0, capsys.readouterr().out
-
-
 def test_workflows_call_what_there_is_with_few_rights_and_a_deadline() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert [path.name for path in WORKFLOWS if read(path)["permissions"] != {"contents": "read"}] == []
+    commands: set[str] = set()
     for job in [job for path in WORKFLOWS for job in read(path)["jobs"].values()]:
         assert job["timeout-minutes"] <= 60
         for step in job["steps"]:
@@ -80,29 +68,10 @@ def test_workflows_call_what_there_is_with_few_rights_and_a_deadline() -> None:
                 # A tag can be moved to other code, the name of a commit cannot.
                 assert re.fullmatch(r"(actions|pypa)/[\w-]+@[0-9a-f]{40}", step["uses"])
             else:
+                commands.add(step["run"])
                 command = step["run"].split()
                 assert command == [".ci/run"] or (command[0] == "make" and set(command[1:]) <= targets)
-
-
-def test_the_workflows_check_document_and_package() -> None:
-    commands = {step.get("run") for path in WORKFLOWS for job in read(path)["jobs"].values() for step in job["steps"]}
     assert {".ci/run", "make docs", "make dist"} <= commands
-
-
-def test_templates_of_issues_ask_for_what_is_needed() -> None:
-    for path in sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")):
-        form = read(path)
-        if path.name == "config.yml":
-            continue
-        assert form["name"] and form["description"]
-        identities = [part["id"] for part in form["body"] if part["type"] != "markdown"]
-        assert len(set(identities)) == len(identities) >= 3
-        assert any(part.get("validations") == {"required": True} for part in form["body"])
-
-
-def test_the_template_of_a_pull_request_names_commands_that_there_are() -> None:
-    text = (GITHUB / "pull_request_template.md").read_text()
-    assert "make check" in text and "CHANGELOG.md" in text and "scripts.docs" in text
 
 
 def test_a_decision_says_why_what_follows_and_what_would_change_it() -> None:
@@ -110,10 +79,4 @@ def test_a_decision_says_why_what_follows_and_what_would_change_it() -> None:
         text = path.read_text()
         parts = re.findall(r"^\*\*(.+?)\.\*\*", text, re.MULTILINE)
         assert parts == ["Context", "Decision", "Consequences", "What would change it"], path.name
-        assert 100 <= len(text.split()) <= 350, f"{path.name} is not half a page"
-
-
-def test_the_decisions_are_a_dozen_and_all_are_listed() -> None:
-    index = (ROOT / "docs" / "decisions" / "index.md").read_text()
-    assert len(DECISIONS) >= 12
-    assert [path.name for path in DECISIONS if f"]({path.name})" not in index] == []
+        assert f"]({path.name})" in (path.parent / "index.md").read_text()

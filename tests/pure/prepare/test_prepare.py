@@ -92,52 +92,34 @@ def test_an_adapter_to_begin_with_is_refused_by_the_validation_in_the_line_of_a_
         assert said.endswith(f"{line.partition(': ')[2]}\n") and line.partition(":")[0] in said
 
 
-CUT = r"the weights .*model\.safetensors cannot be read"
-NO_MODEL = r"^model\.path: .*config\.json (describes no model: .+|holds no object|is no JSON: .+)$"
-NO_TYPE = r"^model\.path: .* cannot be trained: model type None is none of the \d+ families"
-INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-
-
 @pytest.mark.parametrize(
-    ("file", "text", "wrong"),
+    ("file", "text"),
     [
-        *(
-            ("config.json", text, NO_TYPE if text == "{}" else NO_MODEL)
-            for text in ("[]", "{}", '"qwen3"', "{", '{"model_type": "qwen3", "vocab_size": "many"}', "")
-        ),
-        (WEIGHTS, "no safetensors", CUT),
-        (WEIGHTS, None, CUT),
-        (INDEX, "[]", r"index\.json holds no object"),
-        *((INDEX, text, r"index\.json is no index of weights") for text in ("{}", '{"weight_map": 3}')),
-        *((INDEX, text, r"index\.json is no JSON") for text in ("{", "[" * 100_000)),
+        ("config.json", "[]"),
+        ("config.json", '{"model_type": "qwen3", "vocab_size": "many"}'),
+        ("model.safetensors", "no safetensors"),
+        ("model.safetensors", None),
+        ("model.safetensors.index.json", '{"weight_map": 3}'),
     ],
 )
-def test_a_damaged_file_of_a_model_is_one_line(
-    file: str, text: str | None, wrong: str, model: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_file_of_a_model_is_one_line(file: str, text: str | None, model: Path, tmp_path: Path) -> None:
     """Without a text the last byte is cut off."""
     (model / file).write_bytes((model / file).read_bytes()[:-1] if text is None else text.encode())
-    with pytest.raises(UserError, match=wrong):
+    with pytest.raises(UserError, match=rf"^model\.path: .*{file}") as caught:
         prepare(pointed_at(model), tmp_path / "run")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("settings", "wrong"),
-    [
-        (
-            {"pad_token_id": 10**9},
-            r"^model\.path: .*config\.json .* cannot be made or run: .*Padding_idx ",
-        ),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"^model\.path: .* cannot be trained: .* quantised .+$"),
-        ({"vocab_size": 10}, r"its model only 10; they do not belong together"),
-    ],
+    [({"pad_token_id": 10**9}, "Padding_idx"), ({"quantization_config": {"quant_method": "fp8"}}, "quantised")],
 )
 def test_a_model_that_cannot_be_trained_is_one_line(
     settings: dict[str, object], wrong: str, model: Path, tmp_path: Path
 ) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | settings))
-    with pytest.raises(UserError, match=wrong):
+    with pytest.raises(UserError, match=rf"^model\.path: .*{wrong}"):
         prepare(pointed_at(model), tmp_path / "run")
 
 

@@ -91,6 +91,8 @@ def test_a_step_is_one_flat_json_line_and_one_point_per_curve(tmp_path: Path) ->
     folder.log_step({**step(1), "trainer/global_step": np.int64(1), "timing/step": np.float32(0.5)})
     folder.log_step(step(2, **{"policy/policy_loss": math.nan}))
     folder.close()
+    with (tmp_path / "metrics.jsonl").open("a") as killed_writer:
+        killed_writer.write('{"trainer/glo')
     lines = list(read_lines(tmp_path / "metrics.jsonl"))
     assert [line["trainer/global_step"] for line in lines] == [1, 2]
     assert lines[0]["timing/step"] == 0.5 and lines[1]["policy/policy_loss"] is None
@@ -99,16 +101,6 @@ def test_a_step_is_one_flat_json_line_and_one_point_per_curve(tmp_path: Path) ->
     points = board.Scalars("reward/avg_raw_reward")
     assert [(point.step, round(point.value, 3)) for point in points] == [(1, 0.1), (2, 0.2)]
     assert "policy/policy_loss" not in board.Tags()["scalars"]
-
-
-def test_a_line_without_its_step_is_a_bug(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="trainer/global_step"):
-        RunWriter(tmp_path).log_step({"reward/avg_raw_reward": 1.0})
-
-
-def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(step(1)) + "\n" + '{"trainer/glo')
-    assert [line["trainer/global_step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 30])
