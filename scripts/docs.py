@@ -18,8 +18,8 @@ from service.config.engine_options import REFUSED
 from service.config.load import section_of
 from service.config.section import MOST
 from service.config.tree import Config
-from service.observe.metrics_table import MEANINGS, TABLE
-from service.observe.not_learning import SYMPTOMS, Is
+from service.observe.metrics_table import STEP_KEYS, TABLE
+from service.observe.not_learning import SYMPTOMS
 from service.types import Steps
 
 ROOT = Path(__file__).parent.parent
@@ -31,14 +31,19 @@ METRICS_INTRO = """\
 
 Made from `service/observe/metrics_table.py` by `python -m scripts.docs`.
 
-A run serves its metrics at `metrics.host:metrics.port`, path `/metrics`. Every series has the labels `role` and `ident`
-of the actor that measured it. Label values are bounded, and no label holds text of a prompt. Histograms have the same
-buckets in every actor of a run: lengths have sixteen even buckets up to `max_input_length + max_generate_length`, and
-one more bound at `metrics.long_batch_tokens`, the threshold of an alert. Ray's own metrics endpoints, which `/sd`
-lists, also serve IN_RAY, with the run's name as a label.
+A run serves its metrics at `metrics.host:metrics.port`, path `/metrics`, and writes a line of `metrics.jsonl` for each
+optimizer step; TensorBoard and Weights & Biases use the keys of that file. Lengths are in tokens, times in seconds.
 
-| metric | kind | labels | meaning |
-|---|---|---|---|
+## Prometheus
+
+Every series has the labels `role` and `ident` of the actor that measured it. No label holds text of a prompt, and
+label values are bounded. Counters end in `_total`; **h** marks histograms; all others are gauges. Buckets of lengths
+are sixteenths of `max_input_length + max_generate_length`, and `metrics.long_batch_tokens`, an alert's threshold.
+`key`: the key of `metrics.jsonl` with the same figure. Ray's own endpoints also serve IN_RAY,
+with the run's name as a label.
+
+| metric | meaning | key |
+|---|---|---|
 """
 
 OPTIONS_INTRO = """\
@@ -67,14 +72,13 @@ These arguments are refused before a run starts (`.*` stands for any characters)
 """
 
 KEYS_INTRO = """
-## Keys of `metrics.jsonl`
+## Further keys of `metrics.jsonl`
 
-One line of `metrics.jsonl` is one optimizer step. TensorBoard and Weights & Biases use the same keys. Means are per
-trajectory unless the key says otherwise. `<...>` stands for a name or a number; `<versions>` is a range of staleness
-(`0`, `1`, `2`, `3_4`, `5_8` or `9_up`), whose loss tokens the value describes.
+Means are per trajectory unless the key says otherwise. `<versions>`: a range of staleness, `0`, `1`, `2`, `3_4`, `5_8`
+or `9_up`.
 
-| key | meaning | metric |
-|---|---|---|
+| key | meaning |
+|---|---|
 """
 
 CONFIG_INTRO = """\
@@ -96,11 +100,11 @@ def metrics_page() -> str:
     """The text of `docs/metrics.md`."""
     text = METRICS_INTRO.replace("IN_RAY", _as_code(f"ray_{metric.name}" for metric in TABLE if metric.in_ray))
     for metric in TABLE:
-        text += f"| `{metric.name}` | {metric.kind} | {_as_code(metric.labels)} | {metric.help} |\n"
+        labels = f"{{{', '.join(metric.labels)}}}" if metric.labels else ""
+        kind = "**h** " if metric.kind == "histogram" else ""
+        text += f"| `{metric.name}{labels}` | {kind}{metric.help} | {_as_code([metric.key] if metric.key else [])} |\n"
     text += KEYS_INTRO
-    for key, meaning in sorted(MEANINGS.items()):
-        text += f"| `{key}` | {meaning} | {_as_code(metric.name for metric in TABLE if metric.key == key)} |\n"
-    return text
+    return text + "".join(f"| `{key}` | {meaning} |\n" for key, meaning in sorted(STEP_KEYS.items()))
 
 
 def _as_code(words: Iterable[str]) -> str:
@@ -180,7 +184,7 @@ def not_learning_page() -> str:
     """`docs/not-learning.md` with the table of symptoms; the rest of the page is written by hand."""
     lines = ""
     for name, key, comparison, threshold, _ in SYMPTOMS:
-        of_what = " times that of the first steps" if comparison is Is.FALLEN_TO else ""
+        of_what = " times that of the first steps" if comparison == "fallen to" else ""
         lines += f"| [`{name}`](#{name}) | `{key}` | {comparison} {threshold:g}{of_what} |\n"
     head = "| symptom | figure, mean of the last steps | named when it is |\n|---|---|---|\n"
     return _with_table("docs/not-learning.md", SYMPTOMS_BEGIN, head + lines, SYMPTOMS_END)

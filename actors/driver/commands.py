@@ -68,9 +68,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         resume, overrides = folder_to_resume(arguments.resume, arguments.config, overrides, from_store)
         arguments.config.insert(0, resume / CONFIG)
     with phase("reading the configuration", after=SHORT_SECONDS):
+        from actors.observe.hub_port import listening_socket
         from service.config import check_paths
         from service.config.command_line import checked_config
-        from service.observe.metrics_port import listening_socket
 
         config, source = checked_config(arguments, overrides)
         with source.named_in_errors():

@@ -33,14 +33,13 @@ from actors.driver.observer import RunObserver
 from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import Scaling
-from actors.observe.actor_logs import say_which_are_elsewhere
+from actors.observe.hub_port import DEFAULT_PORT
 from actors.weights.weight_source import TRAINER, TrainerLost
 from service.config import Config, resolved_yaml
 from service.errors import BatonError, ProcessLost, RunFailed
 from service.handoff.verbs import WaitReason
-from service.observe.metrics_port import DEFAULT_PORT
 from service.run.checkpoints import Manifest
-from service.run.folder import BEST, FINAL, LOGS
+from service.run.folder import BEST, FINAL
 from service.run.liveness.supervisor import Supervisor
 from service.run.phases import phase
 from service.run.preparing.inputs import Prepared, demonstrations
@@ -178,7 +177,6 @@ class Coordinator:
             await self._make_base(self._prepared.warmed_model)
         url = await self._all_up()
         await self._hosts.begin()
-        say_which_are_elsewhere(self._folder.path / LOGS, self._say)
         await self._observer.write_targets()
         if self._config.metrics.port is None and not url.endswith(f":{DEFAULT_PORT}"):
             self._say(f"port {DEFAULT_PORT} is taken; this run has the next free one")

@@ -13,7 +13,7 @@ from actors.observe.telemetry import RunTelemetry
 from service.config import Config
 from service.errors import RunFailed
 from service.handoff.verbs import Wait
-from service.observe.logprob_mismatch import LogprobCheck
+from service.observe.not_learning import LogprobCheck
 from service.run.liveness.repeated_failures import FailureWatch
 from service.run.phases import phase
 from service.run.records.progress import QUIET_SECONDS, Progress
@@ -42,7 +42,7 @@ class RunObserver:
         processes that are lost now."""
         self._config, self._folder, self._say, self._lost = config, folder, say, lost
         self.telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads)
-        resumes, seconds = bool(config.trainer.checkpoint_every), self.telemetry.seconds_by_state
+        resumes, seconds = bool(config.trainer.checkpoint_every), self.telemetry.states.seconds
         self.progress = Progress(config.run.max_steps, tuple(config.roles), resumes, folder, say, seconds)
         samples = config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt
         self._failures = FailureWatch(2 * samples, say, self.telemetry.failing)
@@ -94,7 +94,7 @@ class RunObserver:
             RunFailed: this happened `MAX_BAD_STEPS` times in a row.
         """
         self._bad_steps += 1
-        self.telemetry.aborted()
+        self.telemetry.metrics.count("baton_aborted_steps_total")
         self._say(f"step {step} was not applied: {reason}")
         if self._bad_steps >= MAX_BAD_STEPS:
             ends = describe_ends(batch.trajectories)

@@ -63,7 +63,8 @@ class GeneratorPool:
         self._failures: Counter[str] = Counter()
         self._down: set[str] = set()
         """Names of the generators that restart or stop; they are not called for weights or evaluations."""
-        failed, sent = partial(supervisor.report, TRAINER), telemetry.sent
+        failed = partial(supervisor.report, TRAINER)
+        sent = partial(telemetry.metrics.count, "baton_weight_sent_bytes_total")
         self.weights = Delivery(weights, self._generators, trainer, self._is_up, self._not_taken, failed, sent)
         self._stopping = False
         self._rooms: dict[str, PlacementGroup] = {}
@@ -255,7 +256,7 @@ class GeneratorPool:
     def _not_taken(self, name: str, version: PolicyVersion, error: BaseException) -> None:
         if name in self._leaving:
             return  # it needs no weights any more
-        self._telemetry.sync_failed()
+        self._telemetry.metrics.count("baton_weight_sync_failures_total")
         self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
         self._supervisor.report(name, error)  # it would generate with old weights, which may be too old to train on
 

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +23,6 @@ START_SECONDS = 60.0
 def log_env(folder: Path) -> dict[str, str]:
     """Return the environment variable that tells actors the folder of the logs."""
     return {LOG_FOLDER: f"{folder.stat().st_ino}:{folder}"}
-
-
-def parts(engines: int, ranks: int) -> list[str]:
-    """Return the names of a run's parts, each of which has a log."""
-    generators = [f"generator-{number}" for number in range(engines)]
-    trainers = [f"trainer-{rank}" for rank in range(ranks)]
-    return ["driver", "metrics-hub", "buffer", *generators, *trainers]
-
-
-def begin_logs(parts: Sequence[str], folder: Path) -> None:
-    """Create the empty logs of a run before its actors start."""
-    for part in parts:
-        (folder / f"{part}{SUFFIX}").touch()
-
-
-def say_which_are_elsewhere(folder: Path, say: Callable[[str], None]) -> None:
-    """Print which logs are still empty after all actors were constructed: those of hosts that do not share the run
-    folder."""
-    if missing := sorted(file.stem for file in folder.glob(f"*{SUFFIX}") if not file.stat().st_size):
-        hosts = "does not share the run folder: `ray logs` and Ray's dashboard show it"
-        say(f"the output of {', '.join(missing)} stays in Ray's logs on its host, which {hosts}")
 
 
 def shared_logs() -> Path | None:

@@ -17,12 +17,11 @@ from aiohttp import web
 import service
 from actors.deaths import Supervised
 from actors.observe.actor_logs import keep_log
-from actors.observe.http_guard import for_own_names
+from actors.observe.hub_port import for_own_names, listening_socket
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
 from service.observe.merged_metrics import Hub
-from service.observe.metrics_port import listening_socket
 from service.run.folder import ADDRESS, TIMELINE, read_address, write_address
 from service.run.records.timeline import TimelineFiles
 
@@ -38,8 +37,6 @@ PAGE_HEADERS = {
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
 }
-VARY = {"Vary": "Accept"}
-"""Header of answers to `/status`, so that caches distinguish its two forms (HTML and JSON)."""
 
 
 class MetricsHub(Supervised):
@@ -56,9 +53,6 @@ class MetricsHub(Supervised):
         self._url = ""
         self._starting = asyncio.Lock()
         self._refused = False
-
-    def __repr__(self) -> str:
-        return f"MetricsHub({self._url or 'not serving'})"
 
     async def start(self) -> str:
         """Start to serve, unless the hub serves already; returns the address.
@@ -124,21 +118,13 @@ class MetricsHub(Supervised):
 
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[for_own_names(self._metrics.host)])
-        app.add_routes(
-            [
-                web.get("/", self._get_page),
-                web.get("/status", self._get_status),
-                web.get("/history", self._get_history),
-                web.get("/metrics", self._get_metrics),
-                web.get("/healthz", self._get_health),
-                web.get("/sd", self._get_targets),
-            ]
-        )
+        for name in ("", "status", "history", "metrics", "healthz"):
+            app.router.add_get(f"/{name}", getattr(self, f"_get_{name or 'page'}"))
         return app
 
     async def _get_page(self, request: web.Request) -> web.Response:
         page = PAGE.read_text(encoding="utf-8")
-        return web.Response(text=page, content_type="text/html", headers={**PAGE_HEADERS, **VARY})
+        return web.Response(text=page, content_type="text/html", headers=PAGE_HEADERS)
 
     async def _get_history(self, request: web.Request) -> web.Response:
         try:
@@ -148,37 +134,16 @@ class MetricsHub(Supervised):
         return web.json_response(self._hub.history(after))
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
-        folder = self._run_folder()
+        folder = self._hub.status()["run"].get("folder")
         if folder is not None and request.query.get("run", folder) != folder:
             raise web.HTTPNotFound(text=f"another run is served here: {folder}")
         return web.Response(body=self._hub.page(), headers={"Content-Type": TEXT})
 
-    def _run_folder(self) -> str | None:
-        """Return the run's folder, if the run has reported it."""
-        folder = self._hub.status()["run"].get("folder")
-        return folder if isinstance(folder, str) else None
-
     async def _get_status(self, request: web.Request) -> web.Response:
-        if prefers_html(",".join(request.headers.getall("Accept", []))):
-            return await self._get_page(request)
-        return web.json_response(self._hub.status(), headers=VARY)
+        return web.json_response(self._hub.status())
 
-    async def _get_targets(self, request: web.Request) -> web.Response:
-        own = run_target(request.host, self._run_folder())
-        return web.json_response([own, *await asyncio.to_thread(ray_targets)])
-
-    async def _get_health(self, request: web.Request) -> web.Response:
+    async def _get_healthz(self, request: web.Request) -> web.Response:
         return web.json_response({"ok": True, "silent": self._hub.silent()})
-
-
-def prefers_html(accept: str) -> bool:
-    """Return True if an `Accept` header names HTML and not JSON, as the header of a browser does; all other clients get
-    JSON.
-
-    >>> prefers_html("text/html,application/xml;q=0.9,*/*;q=0.8"), prefers_html("*/*"), prefers_html("")
-    (True, False, False)
-    """
-    return "text/html" in accept.lower() and "application/json" not in accept.lower()
 
 
 class ScrapeTargets:
@@ -196,17 +161,15 @@ class ScrapeTargets:
             self._write([own, *await asyncio.to_thread(ray_targets)])
 
 
-def run_target(address: str, folder: str | None) -> dict[str, Any]:
+def run_target(address: str, folder: str) -> dict[str, Any]:
     """Return a run's metrics address in the format of Prometheus' service discovery, labelled with the run's folder.
 
     Prometheus sends the folder with each scrape, and a run refuses a scrape with another run's folder. So a new run at
     the address of a killed run does not answer for the killed run.
     """
-    labels = {"__meta_baton_kind": "baton"}
-    if folder is not None:
-        name = Path(folder).name
-        labels |= {"__param_run": folder, "instance": f"{name} at {address}", "run": name, "folder": folder}
-    return {"targets": [address], "labels": labels}
+    name = Path(folder).name
+    labels = {"__param_run": folder, "instance": f"{name} at {address}", "run": name, "folder": folder}
+    return {"targets": [address], "labels": {"__meta_baton_kind": "baton"} | labels}
 
 
 def ray_targets() -> list[dict[str, Any]]:

@@ -14,9 +14,8 @@ from ray.util.metrics import Gauge
 
 from actors.calls import log_failure
 from service.config import Config
-from service.observe.alert_thresholds import AlertThresholds
 from service.observe.measure import measure_process
-from service.observe.metrics import Metrics
+from service.observe.metrics import AlertThresholds, Metrics
 from service.observe.recorder import Trace
 
 PUSH_SECONDS = 1.0

@@ -9,7 +9,6 @@ from typing import Any
 from actors.observe.reporting import Reporter
 from service.config import Config
 from service.handoff.buffer import Buffer
-from service.observe.alert_thresholds import AlertThresholds
 from service.observe.measure import (
     LeasedBatches,
     measure_buffer,
@@ -18,7 +17,7 @@ from service.observe.measure import (
     measure_step,
     measure_store,
 )
-from service.observe.metrics import Metrics
+from service.observe.metrics import AlertThresholds, Metrics
 from service.observe.recorder import States
 from service.observe.status_document import buffer_report, run_report
 from service.scorers.reply import REASONS
@@ -36,18 +35,13 @@ class RunTelemetry(Reporter):
     def __init__(self, config: Config, hub: Any, folder: str, uploads: Uploads | None = None) -> None:
         super().__init__("driver", "driver", config, hub, self._measure_now)
         self._uploads = uploads
-        self._states = States(self.trace, "trainer", "starting")
-        sections = config.run, config.generator, config.trainer, config.buffer
-        self._shown = run_report(*sections, folder, time.time())
+        self.states = States(self.trace, "trainer", "starting")
+        self._shown = run_report(config, folder, time.time())
         measure_run(self.metrics, AlertThresholds.of(config), self._shown["name"], installed_version())
 
     def doing(self, state: str, **detail: Any) -> None:
         """Report the present state of the trainer as a whole: waiting, step, commit, weights, checkpoint, ..."""
-        self._states.enter(state, **detail)
-
-    def seconds_by_state(self) -> Mapping[str, float]:
-        """Return the seconds that the trainer as a whole has spent so far in each state that `doing` reports."""
-        return self._states.seconds()
+        self.states.enter(state, **detail)
 
     def span(self, row: str, step: int, began: float) -> None:
         """Record a finished checkpoint or evaluation of a step in the timeline; `began`: the time of its start."""
@@ -79,18 +73,6 @@ class RunTelemetry(Reporter):
         that neither happens."""
         self._report_run(failing=why)
 
-    def aborted(self) -> None:
-        """Count an optimizer step that was not applied."""
-        self.metrics.count("baton_aborted_steps_total")
-
-    def sent(self, n_bytes: int) -> None:
-        """Count the bytes of weights that ranks sent to engines on other hosts."""
-        self.metrics.count("baton_weight_sent_bytes_total", n_bytes)
-
-    def sync_failed(self) -> None:
-        """Count a failure of an engine to load new weights."""
-        self.metrics.count("baton_weight_sync_failures_total")
-
     def generators(self, expected: int) -> None:
         """Report the number of generators that should be up: all that joined and have not left, but at least the
         configured minimum."""
@@ -102,7 +84,7 @@ class RunTelemetry(Reporter):
         self._hub.forget.remote(f"generator/{generator}")
 
     def _measure_now(self, metrics: Metrics) -> None:
-        measure_states(metrics, self._states.seconds())
+        measure_states(metrics, self.states.seconds())
         if self._uploads is not None:
             measure_store(metrics, self._uploads.status)
             self._report_run(store={"url": self._uploads.url, **self._uploads.status._asdict()})

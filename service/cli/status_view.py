@@ -63,8 +63,8 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
     of_all = f" of {run['generators']}" if "generators" in run else ""
     tokens, idle = _number(buffer.get("tokens_per_second")), _percent(step.get("async/generator_wait_fraction"))
     yield "generators", f"{up}{of_all} up, {tokens} tokens/s, idle {idle}"
-    if sessions := (agents := status.get("agents", {})).get("sessions"):
-        yield "agents", f"{_number(agents.get('calls_per_second'), 1)} calls/s; sessions: {_counts(sessions) or 'none'}"
+    if sessions := status.get("agents", {}).get("sessions"):
+        yield "agents", f"sessions: {_counts(sessions) or 'none'}"
     if by_state := _counts(buffer.get("groups", {})):
         yield "groups", by_state
     if tokens := fates_in_words(status["tokens"]):

@@ -7,5 +7,5 @@ status        reports of the driver and the buffer -> `hub` -> the document of `
 progress      a line per optimizer step -> `metrics.jsonl`, `trackers`, the curve of `plot`; `summary` at the end;
               `metrics_table` lists the keys of a line
 trajectories  a sample of the trajectories for people: on a terminal, on an HTML page
-alerts        `alert_thresholds` exports thresholds as gauges, which `deploy/prometheus/rules.yaml` compares to metrics
+alerts        `metrics` exports thresholds as gauges, which `deploy/prometheus/rules.yaml` compares to metrics
 """

@@ -11,8 +11,8 @@ The part with the largest share binds the run.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 from service.observe.pushed import Pushed
 from service.observe.summary import duration
@@ -54,37 +54,13 @@ Totals = dict[tuple[str, str, str], float]
 """What the actors counted since they started, by metric, actor (`role/ident`) and label."""
 
 
-class BoundBy(NamedTuple):
-    """The shares of the parts in a window."""
-
-    shares: Mapping[str, float]
-    """Fraction of the driver's time by part, the largest first; they sum to 1."""
-    idle: float
-    """Fraction of their time for which the generators had no group."""
-    seconds: float
-    """Length of the window."""
-
-    def sentence(self) -> str:
-        """The shares in one line.
-
-        >>> BoundBy({"environment": 0.6, "trainer": 0.4, "journal": 0.0}, 0.1, 45.0).sentence()
-        'environment 60%, trainer 40% of the last 45 s; generators without a group 10%'
-        """
-        shares = ", ".join(f"{part} {share:.0%}" for part, share in self.shares.items() if share >= 0.01)
-        return f"{shares} of the last {duration(self.seconds)}; generators without a group {self.idle:.0%}"
-
-    def report(self) -> dict[str, Any]:
-        """The shares for the status document."""
-        return {
-            "part": next(iter(self.shares)),
-            "shares": dict(self.shares),
-            "idle": self.idle,
-            "sentence": self.sentence(),
-        }
+Shares = dict[str, Any]
+"""What binds a run in a window: `shares`, the fraction of the driver's time by part, the largest first; its first
+`part`; `idle`, the fraction of their time for which the generators had no group; all this as a `sentence`."""
 
 
-def bound_by(grown: Totals, seconds: float) -> BoundBy | None:
-    """Divide the time of a window among the parts; None if it has too few optimizer steps.
+def bound_by(grown: Totals, seconds: float) -> Shares | None:
+    """Divide the time of a window of this length among the parts; None if it has too few optimizer steps.
 
     `grown`: the increase of the totals over the window; the totals of `GROUPS` are in group-seconds.
     """
@@ -101,8 +77,11 @@ def bound_by(grown: Totals, seconds: float) -> BoundBy | None:
     playing = _sums(grown, STATE, "generator")
     idle = playing.pop(WAITING, 0.0)
     whole = idle + sum(spent for state, spent in playing.items() if state not in ("starting", "evaluating"))
+    idle = idle / whole if whole else 0.0
     largest_first = dict(sorted(shares.items(), key=lambda share: -share[1]))
-    return BoundBy(largest_first, idle / whole if whole else 0.0, seconds)
+    said = ", ".join(f"{part} {share:.0%}" for part, share in largest_first.items() if share >= 0.01)
+    sentence = f"{said} of the last {duration(seconds)}; generators without a group {idle:.0%}"
+    return {"part": next(iter(largest_first)), "shares": largest_first, "idle": idle, "sentence": sentence}
 
 
 def _of_generation(grown: Totals) -> dict[str, float]:
@@ -156,18 +135,18 @@ class Window:
                 totals[GROUPS, actor, state] = kept.get((GROUPS, actor, state), 0.0) + n * (now - before)
         self._kept.append((now, totals))
 
-    def now(self) -> BoundBy | None:
+    def now(self) -> Shares | None:
         """The shares in the shortest window that ends now and has enough steps; None if no window has enough."""
         for at, totals in reversed(self._kept):
             if self._kept[-1][0] - at >= NOW_SECONDS and (found := self._since(at, totals)) is not None:
                 return found
         return self.whole()
 
-    def whole(self) -> BoundBy | None:
+    def whole(self) -> Shares | None:
         """The shares in the whole window; None if it has too few steps."""
         return self._since(*self._kept[0]) if self._kept else None
 
-    def _since(self, at: float, before: Totals) -> BoundBy | None:
+    def _since(self, at: float, before: Totals) -> Shares | None:
         now, totals = self._kept[-1]
         # the totals of an actor that restarted in the window begin again
         grown = {key: value - (old if (old := before.get(key, 0.0)) <= value else 0.0) for key, value in totals.items()}

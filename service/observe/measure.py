@@ -11,8 +11,7 @@ import numpy as np
 import psutil
 
 from service.handoff.steps.tables import by_turn
-from service.observe.alert_thresholds import AlertThresholds
-from service.observe.metrics import Metrics
+from service.observe.metrics import AlertThresholds, Metrics
 from service.observe.metrics_table import TABLE
 from service.observe.status_document import Uploaded
 from service.types import Int32s, Int64s, MiniBatch, RefusalReason, Steps, TrajectoryEnd

@@ -45,8 +45,6 @@ class Hub:
         self._sources: dict[str, Pushed] = {}
         self._parts: dict[str, dict[str, Any]] = {}
         self._accepted: deque[tuple[float, float]] = deque(maxlen=RATE_REPORTS)
-        self._calls: dict[str, deque[tuple[float, float]]] = {}
-        """By actor: the times of its pushes, each with the number of agents' calls that it had answered so far."""
         self._steps: deque[dict[str, Any]] = deque(maxlen=HISTORY_STEPS)
 
     def push(self, source: str, snapshot: bytes) -> None:
@@ -61,15 +59,11 @@ class Hub:
         if source not in self._sources and len(self._sources) >= MAX_SOURCES:
             raise ValueError(f"{MAX_SOURCES} names are known already; {source} is one too many")
         role, _, ident = source.partition("/")
-        now = self._clock.monotonic()
-        pushed = self._sources[source] = Pushed(role, ident or role, now, families(snapshot))
-        if calls := pushed.by_label("baton_agent_calls_total", "dialect"):
-            self._calls.setdefault(source, deque(maxlen=RATE_REPORTS)).append((now, sum(calls.values())))
+        self._sources[source] = Pushed(role, ident or role, self._clock.monotonic(), families(snapshot))
 
     def forget(self, source: str) -> None:
         """Forget an actor that has left for good: from now on it is neither shown nor reported as missing."""
         self._sources.pop(source, None)
-        self._calls.pop(source, None)
 
     def put_status(self, part: str, report: Mapping[str, Any]) -> None:
         """Store a report: of the driver about the run (`part` is `run`), of the buffer (`buffer`), or of the newest
@@ -86,17 +80,6 @@ class Hub:
                 self._steps.pop()  # a trainer that went back to a checkpoint repeats these steps
             self._steps.append(self._parts[part])
 
-    def _agents(self, now: float) -> dict[str, Any]:
-        """The sessions of agents by state, and their calls per second; empty without agents."""
-        sessions: Counter[str] = Counter()
-        calls_per_second = 0.0
-        for source, pushed in self._sources.items():
-            if pushed.is_up(now):
-                sessions.update(pushed.by_label("baton_agent_sessions", "state"))
-                calls_per_second += _rate(self._calls.get(source, ()))
-        counts = {state: int(count) for state, count in sessions.items()}
-        return {"sessions": counts, "calls_per_second": calls_per_second} if counts else {}
-
     def page(self) -> bytes:
         """All metrics as Prometheus text; the metric families are in the order of the metrics table."""
         now = self._clock.monotonic()
@@ -111,7 +94,7 @@ class Hub:
                 found = self._window.whole()
                 lines = [
                     f'{metric.name}{{ident="metrics-hub",part="{part}",role="hub"}} {share!r}\n'.encode()
-                    for part, share in (() if found is None else found.shares.items())
+                    for part, share in ({} if found is None else found["shares"]).items()
                 ]
             else:
                 served = [actor for actor in actors if metric.kind != "gauge" or actor.is_up(now)]
@@ -135,8 +118,12 @@ class Hub:
             }
             for _, pushed in sorted(self._sources.items())
         ]
-        found = self._window.now()
-        more = {"agents": self._agents(now), "binding": None if found is None else found.report()}
+        sessions: Counter[str] = Counter()
+        for pushed in self._sources.values():
+            if pushed.is_up(now):
+                sessions.update(pushed.by_label("baton_agent_sessions", "state"))
+        counts = {state: int(count) for state, count in sessions.items()}
+        more = {"agents": {"sessions": counts} if counts else {}, "binding": self._window.now()}
         return status_document(self._parts, actors, self._clock.wall()) | more
 
     def history(self, after: int) -> dict[str, Any]:

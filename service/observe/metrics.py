@@ -9,6 +9,7 @@ hub.push("trainer/trainer-0", metrics.snapshot())
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from service.observe.alert_thresholds import AlertThresholds
+from service.config import Config
 from service.observe.metrics_table import BY_NAME, FRACTION, LENGTH, SECONDS, STALENESS, TURNS, Kind, Metric
 from service.types import Float64s, Int64s
 
@@ -38,24 +39,57 @@ Key = tuple[str, ...]
 Series = TypeVar("Series")
 
 
+@dataclass(frozen=True)
+class AlertThresholds:
+    """Thresholds of alerts that depend on the settings, the same in all actors of a run; exported as gauges, so that
+    deploy/prometheus/rules.yaml, which has all other thresholds, needs no edits."""
+
+    longest_row: int
+    """Length of the longest row that the limits allow, in tokens."""
+    long_batch: int
+    """Padded length above which a mini-batch counts as long: as configured, or 12/16 of the longest row."""
+    max_turns: int
+    max_staleness: int
+    stall_deadline: float
+    generators: int
+    """Number of generators at the start; the only threshold that changes during a run."""
+
+    @classmethod
+    def of(cls, config: Config) -> AlertThresholds:
+        """The thresholds from a run's configuration."""
+        longest = config.generator.longest_row
+        return cls(
+            longest,
+            config.metrics.long_batch_tokens or longest * 12 // 16,
+            config.most_steps,
+            config.buffer.max_staleness,
+            config.run.stall_deadline,
+            config.generator.min_engines,
+        )
+
+    def gauges(self) -> dict[str, float]:
+        """The thresholds at the start of a run, by the names of their gauges in the metrics table."""
+        return {
+            "baton_batch_padded_sequence_length_alert_tokens": self.long_batch,
+            "baton_staleness_budget_versions": self.max_staleness,
+            "baton_stall_deadline_seconds": self.stall_deadline,
+            "baton_generators_expected": self.generators,
+        }
+
+
 def bucket_bounds(thresholds: AlertThresholds) -> dict[str, tuple[float, ...]]:
     """The upper bounds of the histograms' buckets, by `Metric.buckets`; equal in all actors of a run.
 
     For lengths, there are sixteen evenly spaced bounds up to the longest row, and a bound at the alert threshold; for
     seconds, bounds from 1 ms to 5000 s.
     """
-    lengths = {*(thresholds.longest_row * step // 16 for step in range(1, 17)), thresholds.long_batch}
-    turns = {*range(1, 9), 12, 16, 24, 32, 48, 64, thresholds.max_turns}
     bound = thresholds.max_staleness
-    staleness = {*range(9), bound, bound + 1, 2 * bound, 16, 32, 64}
-    seconds = {base * 10.0**power for power in range(-3, 4) for base in (1, 2, 5)}
-    fractions = {step / 20 for step in range(1, 21)}
     bounds: dict[str, set[int] | set[float]] = {
-        LENGTH: lengths,
-        TURNS: turns,
-        STALENESS: staleness,
-        SECONDS: seconds,
-        FRACTION: fractions,
+        LENGTH: {*(thresholds.longest_row * step // 16 for step in range(1, 17)), thresholds.long_batch},
+        TURNS: {*range(1, 9), 12, 16, 24, 32, 48, 64, thresholds.max_turns},
+        STALENESS: {*range(9), bound, bound + 1, 2 * bound, 16, 32, 64},
+        SECONDS: {base * 10.0**power for power in range(-3, 4) for base in (1, 2, 5)},
+        FRACTION: {step / 20 for step in range(1, 21)},
     }
     return {name: tuple(sorted(float(value) for value in values)) for name, values in bounds.items()}
 

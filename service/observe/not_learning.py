@@ -1,5 +1,5 @@
 """Finds why a run may not learn: compares the metrics of its last optimizer steps with thresholds, and lists the
-likeliest causes first.
+likeliest causes first. Ends a run whose engines and trainer disagree about the same weights.
 
 Causes come before their effects: if every response is cut, no reward is given, so no group has variance and the
 gradient is zero; the cut is named first. `docs/not-learning.md` has remedies for each symptom.
@@ -7,22 +7,19 @@ gradient is zero; the cut is named first. `docs/not-learning.md` has remedies fo
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from service.config.learn import WeightsConfig
 
 WINDOW = 5
 """Number of last optimizer steps over which a metric is averaged. If a run has fewer, no metric is compared."""
 
 
-class Is(StrEnum):
-    """How a metric compares with its threshold."""
-
-    AT_LEAST = "at least"
-    AT_MOST = "at most"
-    FALLEN_TO = "fallen to"
-    """The metric is at most `threshold` times its mean over the first optimizer steps of the run."""
+Comparison = Literal["at least", "at most", "fallen to"]
+"""How a metric compares with its threshold; `fallen to`: with its mean over the first steps, times the threshold."""
 
 
 class Symptom(NamedTuple):
@@ -31,27 +28,27 @@ class Symptom(NamedTuple):
     name: str
     """Name of the symptom, and of its section in `docs/not-learning.md`."""
     key: str
-    comparison: Is
+    comparison: Comparison
     threshold: float
     says: str
     """A sentence with a placeholder for the metric's value."""
 
 
 SYMPTOMS = (
-    Symptom("learning-rate", "policy/policy_lr", Is.AT_MOST, 1e-9, "the learning rate is {:.1g}"),
+    Symptom("learning-rate", "policy/policy_lr", "at most", 1e-9, "the learning rate is {:.1g}"),
     Symptom(
-        "engine-and-trainer", "policy/by_staleness/0/kl", Is.AT_LEAST, 0.01, "engine and trainer: {:.2g} nats apart"
+        "engine-and-trainer", "policy/by_staleness/0/kl", "at least", 0.01, "engine and trainer: {:.2g} nats apart"
     ),
-    Symptom("always-solved", "reward/groups_all_one", Is.AT_LEAST, 0.8, "in {:.0%} of the groups all samples got 1"),
-    Symptom("entropy", "policy/policy_entropy", Is.FALLEN_TO, 0.1, "the entropy fell to {:.0%} of the first steps'"),
-    Symptom("too-short", "generate/avg_response_length", Is.AT_MOST, 1.5, "a response has {:.1f} tokens on average"),
-    Symptom("shorter", "generate/avg_response_length", Is.FALLEN_TO, 0.2, "responses shrank to {:.0%} of the first"),
-    Symptom("cut", "generate/truncated_ratio", Is.AT_LEAST, 0.5, "{:.0%} of the responses reach the length limit"),
-    Symptom("never-solved", "reward/groups_all_zero", Is.AT_LEAST, 0.8, "in {:.0%} of the groups all samples got 0"),
-    Symptom("no-variance", "reward/groups_without_variance", Is.AT_LEAST, 0.8, "{:.0%} of the groups have no variance"),
-    Symptom("stale", "policy/policy_kl", Is.AT_LEAST, 0.1, "sampled and trained policy differ by {:.2g} nats"),
-    Symptom("clipped", "policy/loss_metrics/clip_ratio", Is.AT_LEAST, 0.3, "{:.0%} of the loss tokens are clipped"),
-    Symptom("no-gradient", "policy/grad_norm", Is.AT_MOST, 1e-8, "the gradient's norm is {:.1g}"),
+    Symptom("always-solved", "reward/groups_all_one", "at least", 0.8, "in {:.0%} of the groups all samples got 1"),
+    Symptom("entropy", "policy/policy_entropy", "fallen to", 0.1, "the entropy fell to {:.0%} of the first steps'"),
+    Symptom("too-short", "generate/avg_response_length", "at most", 1.5, "a response has {:.1f} tokens on average"),
+    Symptom("shorter", "generate/avg_response_length", "fallen to", 0.2, "responses shrank to {:.0%} of the first"),
+    Symptom("cut", "generate/truncated_ratio", "at least", 0.5, "{:.0%} of the responses reach the length limit"),
+    Symptom("never-solved", "reward/groups_all_zero", "at least", 0.8, "in {:.0%} of the groups all samples got 0"),
+    Symptom("no-variance", "reward/groups_without_variance", "at least", 0.8, "{:.0%} of the groups have no variance"),
+    Symptom("stale", "policy/policy_kl", "at least", 0.1, "sampled and trained policy differ by {:.2g} nats"),
+    Symptom("clipped", "policy/loss_metrics/clip_ratio", "at least", 0.3, "{:.0%} of the loss tokens are clipped"),
+    Symptom("no-gradient", "policy/grad_norm", "at most", 1e-8, "the gradient's norm is {:.1g}"),
 )
 
 
@@ -74,10 +71,10 @@ class Diagnosis:
         found = {}
         for name, key, comparison, threshold, says in SYMPTOMS:
             value = _mean(self._last, key)
-            if value is not None and comparison is Is.FALLEN_TO:
+            if value is not None and comparison == "fallen to":
                 first = _mean(self._first, key)
                 value = value / first if first else None
-            if value is not None and (value >= threshold if comparison is Is.AT_LEAST else value <= threshold):
+            if value is not None and (value >= threshold if comparison == "at least" else value <= threshold):
                 found[name] = says.format(value)
         return found
 
@@ -95,3 +92,60 @@ def _mean(lines: Iterable[Mapping[str, float]], key: str) -> float | None:
     """The mean of a metric; None if fewer than `WINDOW` lines have it."""
     values = [line[key] for line in lines if line.get(key) is not None]
     return sum(values) / len(values) if len(values) == WINDOW else None
+
+
+FRESH = "policy/by_staleness/0"
+"""Prefix of the keys of metrics about the tokens that the newest policy sampled."""
+
+LARGEST_FRACTION = 0.1
+"""Maximum fraction of the newest policy's tokens that may differ by more than the tolerance."""
+
+MIN_TOKENS = 50
+"""An optimizer step with fewer tokens of the newest policy is not checked."""
+
+STEPS_IN_A_ROW = 3
+"""Number of consecutive optimizer steps in which engine and trainer must disagree before the run ends."""
+
+
+class LogprobCheck:
+    """Compares, over several optimizer steps in a row, the engine's and the trainer's log-probabilities of tokens that
+    the newest policy sampled.
+
+    Under the same weights they differ by rounding only. Rounding in bfloat16 has rare outliers, which would dominate a
+    mean, so the check uses the fraction of tokens that differ by more than `weights.verify_tolerance`:
+
+        differences 0.01 0.02 4.0 0.01 ... (100 tokens), tolerance 0.1   ->   0.01: rounding
+        differences 0.2  0.3  0.1 0.25 ... (100 tokens), tolerance 0.1   ->   0.9: other weights
+    """
+
+    def __init__(self, weights: WeightsConfig) -> None:
+        self._weights = weights
+        self._disagreed = 0
+        self._agreed_at: int | None = None
+
+    def mismatch(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """The reason to end the run after optimizer step `step`; None if there is no reason, or if `weights.verify` is
+        off."""
+        if not self._weights.verify or metrics.get(f"{FRESH}/tokens", 0) < MIN_TOKENS:
+            return None
+        differing = metrics[f"{FRESH}/differing_fraction"]
+        if differing <= LARGEST_FRACTION:
+            self._disagreed, self._agreed_at = 0, step
+            return None
+        self._disagreed += 1
+        if self._disagreed < STEPS_IN_A_ROW:
+            return None
+        root_mean_square = math.sqrt(2 * max(metrics[f"{FRESH}/kl"], 0.0))
+        return (
+            f"engine and trainer disagree about the newest policy in {self._disagreed} steps in a row: {differing:.0%} "
+            f"of {metrics[f'{FRESH}/tokens']:.0f} tokens differ by more than weights.verify_tolerance "
+            f"({self._weights.verify_tolerance:g} nats; root mean square about {root_mean_square:.2g}). {self._cause()}"
+        )
+
+    def _cause(self) -> str:
+        if self._agreed_at is None:
+            return (
+                "They have not agreed in any step, so look at what differs between them from the start: model.dtype, "
+                "generator.engine_options (quantization, rope scaling), sampling settings that change the distribution"
+            )
+        return f"They agreed until step {self._agreed_at}: the engine does not serve what the trainer sent"

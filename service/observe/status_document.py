@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # `baton status` does not load pydantic or NumPy
-    from service.config import BufferConfig, GeneratorConfig, RunConfig, TrainerConfig
+    from service.config import Config
     from service.handoff.verbs import BufferStatus
 
 SCHEMA = 1
@@ -41,21 +41,19 @@ class Uploaded(NamedTuple):
     """Why the newest attempt failed; empty while uploads succeed."""
 
 
-def run_report(
-    run: RunConfig, generator: GeneratorConfig, trainer: TrainerConfig, buffer: BufferConfig, folder: str, now: float
-) -> dict[str, Any]:
+def run_report(config: Config, folder: str, now: float) -> dict[str, Any]:
     """The report of the run at its start; the driver adds `state`, `policy_version` and `stepped` later."""
     return {
         "name": Path(folder).name,
         "folder": folder,
         "started": now,
-        "max_steps": run.max_steps,
-        "generators": generator.min_engines,
-        "concurrent_groups": generator.concurrent_groups,
-        "ranks": trainer.ranks,
-        "mini_batch_size": trainer.mini_batch_size,
-        "lookahead": buffer.lookahead,
-        "max_staleness": buffer.max_staleness,
+        "max_steps": config.run.max_steps,
+        "generators": config.generator.min_engines,
+        "concurrent_groups": config.generator.concurrent_groups,
+        "ranks": config.trainer.ranks,
+        "mini_batch_size": config.trainer.mini_batch_size,
+        "lookahead": config.buffer.lookahead,
+        "max_staleness": config.buffer.max_staleness,
     }
 
 

@@ -75,8 +75,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
 def _certainty(summary: Mapping[str, Any]) -> str:
     if summary["steps"] < FEWEST_STEPS:
         return f"; {summary['steps']} steps are too few to tell, {FEWEST_STEPS} are enough"
-    interval = summary.get("reward_gain_interval")  # a run of an earlier version has none
-    return "; 95% interval {:+.3f} to {:+.3f}".format(*interval) if interval else ""
+    return "; 95% interval {:+.3f} to {:+.3f}".format(*summary["reward_gain_interval"])
 
 
 def fates_in_words(tokens: Mapping[str, int]) -> str:

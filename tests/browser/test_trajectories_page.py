@@ -38,7 +38,7 @@ def a_page(records: list[dict[str, Any]], folder: Path) -> str:
     return file.as_uri()
 
 
-LOOKS = [(size, scheme) for size in SIZES for scheme in ("light", "dark")]
+LOOKS = [*zip(SIZES, ("light", "dark"), strict=True)]
 
 
 @pytest.mark.parametrize(("size", "scheme"), LOOKS)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 DEPLOY = Path("deploy").absolute()
@@ -26,33 +26,18 @@ def outside(service: str, path: str) -> Path:
     return mounts(service)[place] / path[len(place) :].lstrip("/")
 
 
-@pytest.mark.parametrize("service", ["prometheus", "alertmanager"])
-def test_the_configuration_of_a_command_is_mounted(service: str) -> None:
-    (given,) = [word for word in DOCUMENT["services"][service]["command"] if word.startswith("--config.file=")]
-    assert outside(service, given.partition("=")[2]).is_file()
-
-
 def test_prometheus_finds_the_rules_and_the_runs_from_its_configuration() -> None:
-    (given,) = [word for word in DOCUMENT["services"]["prometheus"]["command"] if word.startswith("--config.file=")]
+    for service in ("alertmanager", "prometheus"):
+        (given,) = [word for word in DOCUMENT["services"][service]["command"] if word.startswith("--config.file=")]
+        assert outside(service, given.partition("=")[2]).is_file()
     folder = Path(given.partition("=")[2]).parent
     configuration = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())
     for rules in configuration["rule_files"]:
         assert outside("prometheus", str(folder / rules)).is_file()
     for job in configuration["scrape_configs"]:
         for pattern in (file for found in job["file_sd_configs"] for file in found["files"]):
-            inside = str(Path("/", *_without_dots(folder / pattern)))
+            inside = os.path.normpath(folder / pattern)
             assert outside("prometheus", inside) == DEPLOY.parent / "runs" / ".prometheus" / "*.json"
-
-
-def _without_dots(path: Path) -> list[str]:
-    """The parts of an absolute path, after each `..` has taken one away."""
-    kept: list[str] = []
-    for part in path.parts[1:]:
-        if part == "..":
-            kept.pop()
-        else:
-            kept.append(part)
-    return kept
 
 
 def test_grafana_finds_dashboards_and_the_datasource_by_its_name() -> None:

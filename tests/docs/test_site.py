@@ -64,14 +64,11 @@ def test_the_site_builds_without_a_warning_and_every_page_is_in_its_menu(site: P
     assert [page for page in pages if f'href="{page}"' not in menu and page != "index.html"] == []
 
 
-def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_the_site_loads_nothing_from_elsewhere_and_shows_the_other_files(site: Path) -> None:
+    assert "What is not covered" in (site / "security.html").read_text()
     for page in site.rglob("*.html"):
         loaded = re.findall(r"<(?:script|img|link|iframe)\b[^>]*?(?:src|href)=\"?([^\s\">]+)", page.read_text())
         assert loaded and [address for address in loaded if "//" in address] == [], page.name
-
-
-def test_what_the_site_shows_of_other_files_is_there(site: Path) -> None:
-    assert "What is not covered" in (site / "security.html").read_text()
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if ">>>" in p.read_text()], ids=lambda page: page.name)
@@ -83,10 +80,8 @@ def test_the_examples_of_a_page_give_what_they_show(page: Path) -> None:
     assert result.attempted > 0 and result.failed == 0, said.getvalue()
 
 
-SERVERS = {"prometheus", "prometheus-alertmanager"}
-"""Programs of others; that they take the files is tested in `tests/e2e/test_monitoring.py` and `tests/deploy`."""
-SLURM = {"sbatch", "srun", "scontrol", "scancel"}
-"""Programs of Slurm, which `tests/hosts/test_slurm.py` calls as the page has them."""
+OTHERS = {"prometheus", "prometheus-alertmanager", "sbatch", "srun", "scontrol", "scancel"}
+"""Programs of others; `tests/e2e/test_monitoring.py`, `tests/deploy` and `tests/hosts/test_slurm.py` call them."""
 
 
 @pytest.mark.parametrize("command", sorted(set(commands(PAGES))))
@@ -134,17 +129,9 @@ def test_a_command_of_the_pages_is_one_that_there_is(
             "RECIPE",
             "STORE",
         }
-    elif words[0] == "kubectl":
-        # In the page's order, against a stand-in: `tests/deploy/test_commands.py`.
-        assert command in (DOCS / "operations.md").read_text()
-        assert [word for word in words if word.startswith("deploy/") and not (ROOT / word).exists()] == []
-    elif words[0] in SERVERS:
-        assert any(word.startswith("--storage.") and "HOME" in word for word in words)
+    elif words[0] in OTHERS or words[0] == "kubectl":  # in the page's order: `tests/deploy/test_manifests.py`
         named = [word.rpartition("=")[2] for word in words if "deploy/" in word]
-        assert named and [name for name in named if not (ROOT / name).exists()] == []
-    elif words[0] in SLURM:
-        assert command in (DOCS / "slurm.md").read_text() or words[:2] == ["sbatch", "--nodes"]
-        assert [word for word in words if word.startswith("deploy/") and not (ROOT / word).is_file()] == []
+        assert [name for name in named if not (ROOT / name).exists()] == []
     elif words[0] == "export":
         assert all(word.startswith("AWS_") and word.endswith(("=...", "=eu-central-1")) for word in words[1:])
     else:
@@ -279,12 +266,6 @@ def test_the_reward_of_ones_own_changes_only_the_reward(tmp_path: Path, monkeypa
         assert asyncio.run(rewards()) == pytest.approx([1.0, 0.5, 0.0, 0.45])
     finally:
         sys.modules.pop("own_rewards", None)
-
-
-def test_the_pages_of_a_newcomer_give_their_files_different_names() -> None:
-    pages = [ROOT / "README.md", DOCS / "own.md"]
-    files = [re.findall(r"^# (\w+\.(?:py|yaml))$", page.read_text(), re.MULTILINE) for page in pages]
-    assert all(files) and not set(files[0]) & set(files[1])
 
 
 def test_the_design_page_names_every_folder_of_the_code() -> None:

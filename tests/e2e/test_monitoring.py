@@ -315,7 +315,8 @@ def up(status: dict[str, Any]) -> set[str]:
 
 
 def test_a_few_gauges_stand_beside_rays_own(real_run: RealRun) -> None:
-    targets = [group for group in get_json(f"{real_run.url}/sd") if group["labels"]["__meta_baton_kind"] == "ray"]
+    (file,) = (real_run.folder / TARGETS).glob("*.json")
+    targets = [group for group in json.loads(file.read_text()) if group["labels"]["__meta_baton_kind"] == "ray"]
     wanted = {f"ray_{metric.name}" for metric in TABLE if metric.in_ray}
 
     def shown() -> list[str]:
@@ -369,7 +370,7 @@ def test_a_long_batch_of_a_real_run_fires_the_length_alert_at_the_webhook_and_it
 
 
 def test_neither_metrics_nor_status_hold_text_of_prompts(real_run: RealRun) -> None:
-    pages = [get(real_run.url + path) for path in ("/metrics", "/status", "/history", "/sd", "/healthz")]
+    pages = [get(real_run.url + path) for path in ("/metrics", "/status", "/history", "/healthz")]
     rows = (real_run.folder / "rows.jsonl").read_text().splitlines()
     prompts = [json.loads(row)["prompt"][0]["content"] for row in rows]
     words = {" ".join(prompt.split()[at : at + 3]) for prompt in prompts for at in range(len(prompt.split()) - 2)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.observe.logprob_mismatch import FRESH, LARGEST_FRACTION, MIN_TOKENS
+from service.observe.not_learning import FRESH, LARGEST_FRACTION, MIN_TOKENS
 from tests.e2e.conftest import MARK, QUICK, Drive, LeftOver
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -6,7 +6,7 @@ import torch
 from service.config import Config, WeightsConfig, check
 from service.errors import ConfigError
 from service.learn.losses.step_metrics import RatioMetrics, Sums
-from service.observe.logprob_mismatch import FRESH, LARGEST_FRACTION, MIN_TOKENS, STEPS_IN_A_ROW, LogprobCheck
+from service.observe.not_learning import FRESH, LARGEST_FRACTION, MIN_TOKENS, STEPS_IN_A_ROW, LogprobCheck
 
 VERIFY = WeightsConfig(verify=True, verify_tolerance=0.1)
 

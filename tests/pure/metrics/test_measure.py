@@ -12,7 +12,6 @@ from actors.observe.reporting import Reporter
 from service.config import Config
 from service.handoff.steps.tables import steps_table
 from service.handoff.verbs import ScorerStatus
-from service.observe.alert_thresholds import AlertThresholds
 from service.observe.measure import (
     LeasedBatches,
     measure_buffer,
@@ -22,7 +21,7 @@ from service.observe.measure import (
     measure_step,
     measure_steps,
 )
-from service.observe.metrics import MAX_SERIES, Metrics
+from service.observe.metrics import MAX_SERIES, AlertThresholds, Metrics
 from service.scorers.reply import REASONS
 from service.types import Extension, MicroBatch, MiniBatch, Step, TrajectoryEnd, TrajectoryId
 
@@ -256,16 +255,6 @@ def test_reports_go_with_the_next_push_once_and_as_they_were() -> None:
     reporter.push()
     reporter.push()
     assert hub.reports == [[("step", {"trainer/global_step": 1}), ("step", {"trainer/global_step": 2})], []]
-
-
-def test_what_measuring_costs_is_itself_measured() -> None:
-    hub = FakeHub()
-    reporter = Reporter(
-        "r", "i", Config(), hub, lambda metrics: metrics.observe("baton_step_seconds", np.ones(200_000))
-    )
-    for _ in range(3):
-        reporter.push()
-    assert value(reporter.metrics, "baton_metrics_seconds_total") > 0
 
 
 def test_the_gauges_that_ray_shows_too_are_known_with_their_labels(metrics: Metrics) -> None:

@@ -1,10 +1,8 @@
 """`baton status` shows a page or says one line, whatever answers and whatever is in the way."""
 
 import json
-import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,8 @@ from service.cli.status_view import status_lines
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
-from service.observe.alert_thresholds import AlertThresholds
 from service.observe.merged_metrics import Hub
-from service.observe.metrics import Metrics
+from service.observe.metrics import AlertThresholds, Metrics
 from service.observe.status_document import SCHEMA
 from service.run.folder import CONFIG, SUMMARY
 
@@ -92,12 +89,6 @@ def test_a_document_of_which_a_part_is_anything_else_is_a_page_or_one_line(path:
     assert shown(document)
 
 
-@given(document=st.dictionaries(st.sampled_from(WORDS.split()), JSON), summary=JSON)
-def test_any_document_and_any_summary_are_a_page_or_one_line(document: dict[str, Any], summary: Any) -> None:
-    assert shown(document)
-    assert shown({"folder": "runs/r", "summary": summary})
-
-
 @pytest.mark.parametrize("summary", ["[]", '{"state": 3}', '{"state": "failed", "reason": {}}', "[" * 2000])
 def test_an_odd_summary_is_one_line(summary: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / CONFIG).touch()
@@ -105,33 +96,6 @@ def test_an_odd_summary_is_one_line(summary: str, tmp_path: Path, capsys: pytest
     assert main(["status", str(tmp_path)]) in (0, 2)
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err and len((printed.err + printed.out).splitlines()) <= 2
-
-
-@contextmanager
-def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The address of a server that answers one connection at will."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                answer(connection)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(timeout=60)
-
-
-@pytest.mark.parametrize("said", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}"])
-def test_an_answer_that_is_no_http_is_one_line(said: bytes, capsys: pytest.CaptureFixture[str]) -> None:
-    def answer(connection: socket.socket) -> None:
-        connection.recv(1 << 16)
-        connection.sendall(said)
-
-    with serving(answer) as url:
-        assert main(["status", url]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_run_on_this_machine_is_asked_without_a_proxy_and_cannot_steer_the_terminal(

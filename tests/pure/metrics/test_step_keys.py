@@ -16,6 +16,7 @@ from service.handoff.steps.tables import ends_table, steps_table
 from service.learn.learner import Learner
 from service.learn.settings import LearnSettings
 from service.observe.metrics_table import TABLE
+from service.observe.not_learning import SYMPTOMS
 from service.run.folder import METRICS, read_lines
 from service.run.records.progress import Progress
 from service.run.records.writer import RunWriter
@@ -73,6 +74,7 @@ def test_every_key_of_a_line_has_a_meaning(tmp_path: Path) -> None:
     written = line(config, tmp_path)
     assert without_meaning(written) == []
     assert {"policy/reference_kl", "policy/by_staleness/1/kl", "environment/hangman/won"} <= written.keys()
+    assert {symptom.key for symptom in SYMPTOMS} <= written.keys()
     of_evaluations = {"eval/lag_intervals"}
     assert {metric.key for metric in TABLE} - written.keys() == {"", *of_evaluations}
     assert without_meaning(["policy/new", "rewards", *written]) == ["policy/new", "rewards"]

@@ -28,9 +28,8 @@ from service.handoff.journal.disk import Disk
 from service.learn.model.hf_checkpoint import INDEX, check_weights
 from service.learn.model.hf_config import read_config
 from service.learn.model.tiny_model import make_model
-from service.observe.alert_thresholds import AlertThresholds
 from service.observe.merged_metrics import MAX_SOURCES, Hub
-from service.observe.metrics import MAX_SERIES, Metrics
+from service.observe.metrics import MAX_SERIES, AlertThresholds, Metrics
 from service.observe.metrics_table import TABLE
 from service.observe.pushed import MAX_SNAPSHOT_BYTES
 from service.trace.tokens import tokens_of

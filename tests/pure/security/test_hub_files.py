@@ -5,7 +5,7 @@ import socket
 import aiohttp
 import pytest
 
-from actors.observe import http_guard
+from actors.observe import hub_port
 from actors.observe.metrics_hub import MetricsHub
 from service.config import load_config
 
@@ -37,7 +37,7 @@ async def status_of(url: str, headers: dict[str, str] | None = None) -> int:
 async def test_a_name_that_is_none_of_this_host_is_refused(
     host: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_guard, "full_name", lambda: "node.cluster.example")
+    monkeypatch.setattr(hub_port, "full_name", lambda: "node.cluster.example")
     hub = hub_on("127.0.0.1")
     url = await hub.start()
     assert await status_of(url, {"Host": host}) == status

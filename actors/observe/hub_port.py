@@ -1,9 +1,18 @@
-"""The port of the run's metrics service. It is bound as soon as it is chosen, so that no other run can take it."""
+"""The port of the metrics hub: it is bound as soon as it is chosen, so that no other run can take it, and it answers no
+web page that reads it through a user's browser."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
+from collections.abc import Awaitable, Callable
+from functools import cache
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from service.config import MetricsConfig
 from service.errors import UserError
@@ -48,3 +57,42 @@ def _bind_message(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EACCES:
         return f"metrics.port: port {port} on {host} may not be opened by this user; choose one above 1023"
     return f"metrics.host: cannot listen on {host}:{port}: {error.strerror or error}"
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def for_own_names(configured: str) -> Middleware:
+    """Return a middleware that answers only requests whose `Host` is an address or a name of this host.
+
+    This protects against DNS rebinding, with which the host name of a stranger's web page resolves to this machine. The
+    browser sends the stranger's host name as `Host`, never an address.
+    """
+    own = {configured.lower(), "localhost", socket.gethostname().lower()}
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if (name := _named(request.host)) is None or name in own or name == await asyncio.to_thread(full_name):
+            return await handler(request)
+        return web.Response(status=421, text="This name is none of this host; use its own name, or an address.\n")
+
+    return answer
+
+
+@cache
+def full_name() -> str:
+    """Return this host's name with its domain; the first call may ask a name server."""
+    return socket.getfqdn().lower()
+
+
+def _named(host: str) -> str | None:
+    """The name in a `Host` header, in lower case; empty if the header is malformed, None if it has an address."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+    try:
+        ip_address(name)
+    except ValueError:
+        return name
+    return None
