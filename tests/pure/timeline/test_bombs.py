@@ -3,6 +3,7 @@
 import gzip
 import os
 import tracemalloc
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,8 @@ def test_a_bomb_is_refused_with_one_line_and_little_memory(
     writer = TimelineFiles(folder / TIMELINE)
     writer.append(BOMBS[name].removesuffix(b"\n") + b"\n")
     writer.close()
+    for name in ("trace.trajectories_command", "run.records.trajectories", "run.records.timeline"):
+        import_module(f"service.{name}")  # whose memory is not the reader's
     tracemalloc.start()
     try:
         refused(capsys, folder, command)
