@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from actors.observe.reporting import Reporter
@@ -19,7 +20,7 @@ from service.observe.measure import (
 )
 from service.observe.metrics import AlertThresholds, Metrics
 from service.observe.recorder import States
-from service.observe.status_document import buffer_report, run_report
+from service.observe.status_document import buffer_report
 from service.scorers.reply import REASONS
 from service.store.uploads import Uploads
 from service.types import PolicyVersion
@@ -36,7 +37,18 @@ class RunTelemetry(Reporter):
         super().__init__("driver", "driver", config, hub, self._measure_now)
         self._uploads = uploads
         self.states = States(self.trace, "trainer", "starting")
-        self._shown = run_report(config, folder, time.time())
+        self._shown: dict[str, Any] = {
+            "name": Path(folder).name,
+            "folder": folder,
+            "started": time.time(),
+            "max_steps": config.run.max_steps,
+            "generators": config.generator.min_engines,
+            "concurrent_groups": config.generator.concurrent_groups,
+            "ranks": config.trainer.ranks,
+            "mini_batch_size": config.trainer.mini_batch_size,
+            "lookahead": config.buffer.lookahead,
+            "max_staleness": config.buffer.max_staleness,
+        }
         measure_run(self.metrics, AlertThresholds.of(config), self._shown["name"], installed_version())
 
     def doing(self, state: str, **detail: Any) -> None:

@@ -94,17 +94,17 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
 
 
 def dashboards_page() -> str:
-    """The text of `docs/dashboards.md`, which says what each panel means."""
+    """The text of `docs/dashboards.md`, which lists the panels; each panel has its meaning as its description."""
     text = (
         "# Dashboards\n\nMade from `scripts/dashboards/` by `python -m scripts.docs`. [Operations](operations.md"
         "#prometheus-alertmanager-grafana) says how to start Prometheus and Grafana; this Grafana loads the files of "
         "`deploy/grafana/dashboards/` through `deploy/grafana/provisioning/`. In a Grafana of your own, import the "
         "files and choose your Prometheus as *Data source*. The variable *Run* chooses the run, and is empty until a "
         "run has started its actors. Panels for parts that a run does not use (agents, scorers, evaluations, ...) stay "
-        "empty. The queries are checked against a live Prometheus; no Grafana server has rendered the dashboards.\n"
+        "empty; each has its meaning as its description. The queries are checked against a live Prometheus; no Grafana "
+        "server has rendered the dashboards.\n"
     )
     for dashboard in DASHBOARDS:
         text += f"\n## {dashboard.title.removeprefix('Baton: ').capitalize()}\n\n{dashboard.meaning}\n\n"
-        text += "| panel | meaning |\n|---|---|\n"
-        text += "".join(f"| {panel.title} | {panel.meaning} |\n" for panel in dashboard.panels)
+        text += f"Panels: {', '.join(panel.title for panel in dashboard.panels)}.\n"
     return text

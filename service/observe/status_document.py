@@ -12,11 +12,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # `baton status` does not load pydantic or NumPy
-    from service.config import Config
     from service.handoff.verbs import BufferStatus
 
 SCHEMA = 1
@@ -39,22 +37,6 @@ class Uploaded(NamedTuple):
     """Number of attempts that have failed so far."""
     failing: str
     """Why the newest attempt failed; empty while uploads succeed."""
-
-
-def run_report(config: Config, folder: str, now: float) -> dict[str, Any]:
-    """The report of the run at its start; the driver adds `state`, `policy_version` and `stepped` later."""
-    return {
-        "name": Path(folder).name,
-        "folder": folder,
-        "started": now,
-        "max_steps": config.run.max_steps,
-        "generators": config.generator.min_engines,
-        "concurrent_groups": config.generator.concurrent_groups,
-        "ranks": config.trainer.ranks,
-        "mini_batch_size": config.trainer.mini_batch_size,
-        "lookahead": config.buffer.lookahead,
-        "max_staleness": config.buffer.max_staleness,
-    }
 
 
 def buffer_report(status: BufferStatus, now: float) -> dict[str, Any]:
