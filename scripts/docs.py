@@ -24,7 +24,7 @@ from service.types import Steps
 
 ROOT = Path(__file__).parent.parent
 
-TABLE_HEAD = "| key | type | default | meaning |\n|---|---|---|---|\n"
+TABLE_HEAD = "|key|type|default|meaning|\n|-|-|-|-|\n"
 
 METRICS_INTRO = """\
 # Metrics
@@ -87,12 +87,11 @@ CONFIG_INTRO = """\
 Made from `service/config/` by `python -m scripts.docs`.
 
 Files are given with `--config`, later ones merged over earlier ones, key by key; `section.key=value` overrides both. An
-empty mapping (`env.options={}`) replaces what earlier ones set.
-An unknown key is refused. `baton config show` prints the resolved configuration, `baton config schema` its JSON schema.
-`baton config validate` reads datasets, makes environments, imports scorers, looks into the model's folder and
-tokenizes at most 200 prompts. A broken file is an error (exit code 2); a missing one may be on another machine, so it
-is a note, which `baton run` refuses. It prints how much GPU memory a rank and an engine need. Lengths are in tokens,
-times in seconds, memory in bytes.
+empty mapping (`env.options={}`) replaces what earlier ones set. An unknown key is refused. `baton config show` prints
+the resolved configuration, `baton config schema` its JSON schema. `baton config validate` reads datasets, makes
+environments, imports scorers, looks into the model's folder, tokenizes at most 200 prompts, and prints how much GPU
+memory a rank and an engine need. A broken file is an error (exit code 2); a missing one, which may be on another
+machine, is a note. Lengths are in tokens, times in seconds, memory in bytes.
 """
 
 
@@ -133,12 +132,13 @@ def _section(path: str, field: FieldInfo) -> str:
         meaning = (child.description or "").replace("\n", " ").replace("|", "\\|")
         value = list(child.default) if isinstance(child.default, tuple) else child.default
         default = "none" if value is None else f"`{value}`"
-        text += f"| `{name}` | {_type(schemas[name])} | {default} | {meaning} |\n"
+        text += f"|`{name}`|{_type(schemas[name])}|{default}|{meaning}|\n"
     return text + "".join(inner)
 
 
 LARGE = 1e6
 """Bounds from here on are not on the page of settings."""
+_KINDS = {"integer": "int", "boolean": "bool"}
 _BOUNDS = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
 
 
@@ -158,7 +158,8 @@ def _type(schema: dict[str, Any]) -> str:
     if schema.get("type") == "object":
         return "mapping"
     bounds = " ".join(f"{sign} {schema[key]:g}" for key, sign in _BOUNDS if abs(schema.get(key, MOST)) < LARGE)
-    return f"{schema.get('type', 'value')} {bounds}".strip()
+    kind = schema.get("type", "value")
+    return f"{_KINDS.get(kind, kind)} {bounds}".strip()
 
 
 COLUMNS_BEGIN = "<!-- columns of a step, made from service/types.py by `python -m scripts.docs` -->\n"

@@ -28,11 +28,11 @@ class LoraConfig(Section):
     """A low-rank adapter: each target layer W computes x W^T + alpha / rank (x A^T) B^T; only A and B are trained."""
 
     rank: Annotated[int, Field(gt=0, le=SLOT_RANKS[-1])] = 16
-    """Rank of the update: number of rows of A and of columns of B."""
+    """Rank of the update: rows of A, columns of B."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
     """The update is multiplied by `alpha` / `rank`."""
     targets: Annotated[tuple[Target, ...], Field(min_length=1), BeforeValidator(_named)] = LINEAR
-    """Linear layers that get an update, in every decoder layer; default: all linear layers, as with `all-linear`."""
+    """Linear layers that get an update, in every decoder layer; `all-linear`: all of them."""
 
     @property
     def slot_rank(self) -> int:

@@ -27,13 +27,13 @@ class CommandLimits(Section):
     """Limits of one run of a command. They contain mistakes; see SECURITY.md for walls."""
 
     seconds: Seconds = 1800.0
-    """Maximum seconds of a command's run. Then its processes are killed, and the result so far is scored."""
+    """Seconds of a command's run. Then its processes are killed, and the result so far is scored."""
     score_seconds: Seconds = 300.0
     """Seconds within which the trajectory must be scored."""
     memory_bytes: Limit = 16 << 30
-    """Maximum bytes of the private memory that one process of the command may write (RLIMIT_DATA)."""
+    """Private memory that one process of the command may write (RLIMIT_DATA)."""
     file_bytes: Limit = 1 << 30
-    """Maximum bytes of one file that the command writes, also of its output (RLIMIT_FSIZE)."""
+    """Bytes of one file that the command writes, also of its output (RLIMIT_FSIZE)."""
 
 
 TEMPLATE = "give a folder of which each trajectory gets a copy, or null"
@@ -43,15 +43,13 @@ class CommandConfig(Section):
     """A command that is run as an agent."""
 
     command: tuple[str, ...] = ()
-    """With `name: agent`: the program and its arguments. {prompt}, {prompt_file}, {folder}, {base_url} and {seed} are
-    replaced by their values. If neither {prompt} nor {prompt_file} occurs, the prompt is the program's standard
-    input."""
+    """With `name: agent`: the program and its arguments, in which {prompt}, {prompt_file}, {folder}, {base_url} and
+    {seed} are replaced. Without {prompt} and {prompt_file}, the prompt is the standard input."""
     workdir: Annotated[UserPath, Named("template", "folder", TEMPLATE)] | None = None
-    """Folder that is copied for each run of the command; the copy is the command's current folder and home. None: an
-    empty folder."""
+    """Folder that is copied for each run of the command, as its current folder and home. None: an empty folder."""
     score: str | tuple[str, ...] | None = None
-    """What scores a trajectory: a function of a trusted module, as `module:function`, or a command, as a list of the
-    program and its arguments. None: the agent sends its reward to the endpoint."""
+    """What scores a trajectory: a function of a trusted module (`module:function`), or a command as a list. None: the
+    agent sends its reward to the endpoint."""
     variables: dict[str, str] = {}
-    """Further environment variables of the command. Of Baton's own variables, the command gets only PATH."""
+    """Environment variables of the command. Of Baton's own, it gets only PATH."""
     limits: CommandLimits = CommandLimits()

@@ -41,16 +41,16 @@ class MixturePart(Section):
     path: Dataset
     """A JSONL or parquet file with one prompt per row."""
     weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
-    """The dataset's weight: its fraction of all prompts is the weight divided by the sum of all weights."""
+    """Its fraction of all prompts is the weight over the sum of all weights."""
 
 
 class CurriculumConfig(Section):
     """Skips prompts according to the fraction of their trajectories that succeeded; see docs/environments.md."""
 
     band: Range = (0.1, 0.9)
-    """Lowest and highest fraction of successes with which a prompt is issued in every epoch."""
+    """Fractions of successes between which a prompt is issued in every epoch."""
     outside: Fraction = 0.1
-    """Fraction of the epochs in which a prompt outside of the band is issued; 0: only if every prompt is outside."""
+    """Fraction of the epochs in which a prompt outside of the band is issued; 0: only if all are outside."""
     success_above: float = 0.0
     """A trajectory succeeds if its return is above this number."""
 
@@ -64,68 +64,64 @@ class ColumnsConfig(Section):
     prompt: str = "prompt"
     """Column with the question, as a text or as messages."""
     ground_truth: str | None = None
-    """Column with the right answer; None: the answer is in `reward_spec` or `reward_model`."""
+    """Column with the right answer; None: it is in `reward_spec` or `reward_model`."""
     answer: Literal["text", "hashes", "boxed"] = "text"
-    """Which part of the column `ground_truth` is the answer. `text`: the whole text; `hashes`: the text after the last
-    `####`, as in GSM8K; `boxed`: the content of the last `\\boxed{}`, as in MATH."""
+    """Part of `ground_truth` that is the answer: all (`text`), what follows the last `####` (`hashes`, GSM8K), or the
+    content of the last `\\boxed{}` (`boxed`, MATH)."""
     instruction: str = ""
-    """Text that is added in a new line to each prompt that is a text, for example the required form of the answer."""
+    """Text that is added in a new line to each prompt that is a text."""
 
 
 class DataConfig(Section):
     """Training prompts and evaluation sets."""
 
     train: Dataset | None = None
-    """A JSONL or parquet file with one prompt per row, or the address of such a file on a hub,
-    `hf:org/name@revision:file`."""
+    """A JSONL or parquet file with one prompt per row, or `hf:org/name@revision:file`."""
     make_rows: Positive | None = None
-    """Number of synthetic rows that the environment makes; used instead of `train`."""
+    """Synthetic rows that the environment makes, in place of `train`."""
     mixture: dict[str, MixturePart] = {}
-    """Several datasets, by name, used instead of `train`. They are mixed in proportion to their weights; an epoch has
-    each row at least once."""
+    """Datasets by name, in place of `train`, mixed by their weights; an epoch has each row at least once."""
     columns: ColumnsConfig | None = None
-    """Names of the columns in the files of `train`, `mixture` and `eval`; None: the files have the column names of
-    Baton, SkyRL or verl."""
+    """Names of the columns in the files of `train`, `mixture` and `eval`; None: those of Baton, SkyRL or verl."""
     eval: dict[str, Dataset] = {}
     """Evaluation sets by name: JSONL or parquet files."""
     eval_make_rows: Positive | None = None
-    """Number of synthetic rows that the environment makes for an evaluation set with the name `made`."""
+    """Synthetic rows that the environment makes for an evaluation set named `made`."""
     eval_every: NotNegative = 0
-    """Optimizer steps from one evaluation to the next; 0: no evaluations during training."""
+    """Optimizer steps from one evaluation to the next; 0: none during training."""
     eval_samples: Count = 1
-    """Number of trajectories for each evaluation prompt."""
+    """Trajectories of each evaluation prompt."""
     eval_rows: Positive | None = 512
-    """Number of rows of each set that evaluations during training play, the same rows in all runs; None: all rows.
-    After the last step of the run, and by `baton eval`, all rows are played."""
+    """Rows of each set that evaluations during training play, the same in all runs; None: all. After the last step, and
+    by `baton eval`, all are played."""
     eval_temperature: Annotated[float, Field(ge=0)] | None = None
-    """Sampling temperature of evaluations; 0: greedy decoding; None: as in training."""
+    """Sampling temperature of evaluations; 0: greedy; None: as in training."""
     eval_deadline: Seconds = 3600.0
-    """Seconds after which an evaluation is cancelled; the run continues without its results."""
+    """Seconds after which an evaluation is cancelled, and the run continues without it."""
     shuffle: bool = True
     """Shuffle the rows of each epoch with the run's seed."""
     curriculum: CurriculumConfig | None = None
-    """Skip prompts according to their success so far; None: each prompt is issued once per epoch."""
+    """Skip prompts according to their success so far."""
 
 
 class EnvConfig(CommandConfig):
     """The environment in which trajectories are played."""
 
     name: str = "lookup"
-    """Registered name of the environment; `agent`: the command `command` plays each trajectory."""
+    """Registered name of the environment; `agent`: `command` plays each trajectory."""
     max_turns: Positive = 4
     step_deadline: Seconds = 60.0
     """Seconds in which one call of the environment must return."""
     options: dict[str, str | int | float | bool] = {}
     """Arguments of the environment's constructor."""
     class_options: dict[str, dict[str, str | int | float | bool]] = {}
-    """Options of the other environments that rows name in `env_class`, by the environment's name."""
+    """Options of other environments that rows name in `env_class`, by name."""
     trusted_modules: tuple[str, ...] = ()
-    """Modules whose classes `name` and `env_class` may name as `module:Class`; submodules are included."""
+    """Modules whose classes may be named as `module:Class`, submodules included."""
     isolation: Literal["none", "process"] = "none"
-    """`process`: every open episode runs in its own child process, which is killed if it blocks."""
+    """`process`: every open episode has its own child process, which is killed if it blocks."""
     max_processes: Count = 256
-    """Maximum number of child processes of one generator at the same time; further episodes wait until a process is
-    free."""
+    """Child processes of one generator at the same time; further episodes wait."""
 
 
 FailureName = Annotated[str, BeforeValidator(str), Field(pattern=FAILURE, max_length=80)]
@@ -136,101 +132,98 @@ class AgentsConfig(Section):
     """The endpoint in each generator at which agents of any kind call the policy; each session is a trajectory."""
 
     host: Annotated[str, Field(min_length=1, max_length=253, pattern=HOST)] = "127.0.0.1"
-    """Address of the endpoint. If the address is not loopback, keys and texts cross the network unencrypted."""
+    """Address of the endpoint. If it is not loopback, keys and texts cross the network unencrypted."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the first generator's endpoint; each further generator has the next port. 0: each generator takes a free
-    port, which changes after a restart."""
+    """Port of the first generator's endpoint; each further generator has the next one. 0: any free port, which changes
+    after a restart."""
     deadline: Seconds = 3600.0
     """Seconds in which an agent must finish its session."""
     max_calls: Annotated[int, Field(gt=0, le=4096)] = 64
-    """Maximum number of calls in a session. A further call makes no step, and is answered with a text that says so."""
+    """Calls of a session. A further call makes no step, and is answered with a text that says so."""
     max_tokens: Positive = 1 << 15
-    """Maximum number of tokens in all steps of a session; tokens that several calls share count once."""
+    """Tokens in all steps of a session; what several calls share counts once."""
     train: tuple[Literal["main", "sub", "aux"], ...] = ("main", "sub")
-    """Roles of calls that are trained: main, sub (conversations with another system prompt), aux (single questions
-    outside of the conversations, such as a request for a title)."""
+    """Roles of calls that are trained: main, sub (another system prompt), aux (single questions, as for a title)."""
     structured: Literal["ignore", "refuse"] = "ignore"
-    """What happens to a request that prescribes the form of the answer (a JSON schema, a forced tool). `ignore`: the
-    policy answers freely; `refuse`: the request is refused."""
+    """A request that prescribes the form of the answer (a JSON schema, a forced tool): the policy answers freely
+    (`ignore`), or it is refused."""
     exit_code_reward: dict[FailureName, Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]] = {}
-    """Rewards of agents that failed because of what the policy wrote: by the exit code of the command, as in
-    `{1: 0.0}`, or by the name of the exception that `play` raised. After other failures, the trajectory is attempted
-    again."""
+    """Rewards of agents that failed because of what the policy wrote: by the command's exit code, as in `{1: 0.0}`, or
+    by the exception that `play` raised. After other failures, the trajectory is attempted again."""
     tool_parser: str = "json"
-    """Parser of tool calls and thinking in responses: `json`, for the format of Qwen and Hermes models; or the names of
-    vLLM's parsers, such as `hermes`, or `hermes+deepseek_r1` with a parser for the thinking."""
+    """Parser of tool calls and thinking: `json`, for Qwen and Hermes models; or names of vLLM's parsers, such as
+    `hermes`, or `hermes+deepseek_r1` with one for the thinking."""
 
 
 class RoleConfig(Section):
     """A role, other than `main`, that an environment or an agent can give to turns; see docs/roles.md."""
 
     mode: Literal["trained", "frozen", "judge"] = "trained"
-    """`trained`: the policy plays the role and is trained on it; `judge`: the policy plays the role, but is not trained
-    on it; `frozen`: another model plays the role."""
+    """The policy plays the role and is trained on it (`trained`) or not (`judge`), or another model plays it
+    (`frozen`)."""
     url: Annotated[str, Field(pattern=URL)] | None = None
-    """For a frozen role: address of an OpenAI-compatible endpoint, including `/v1`."""
+    """For a frozen role: an OpenAI-compatible endpoint, including `/v1`."""
     model: str | None = None
     """For a frozen role: name of the model at `url`."""
     key_file: KeyFile | None = None
-    """For a frozen role: file with the key that is sent to `url`; None: no key is sent."""
+    """For a frozen role: file with the key that is sent to `url`."""
 
 
 class EnginesRange(Section):
     """The smallest and the largest number of generators of a run."""
 
     min: Count = 1
-    """Number of generators for which the cluster must have room before the run starts."""
+    """Generators for which the cluster must have room before the run starts."""
     max: Count = 1
-    """Maximum number of generators: more generators join when the cluster has room."""
+    """More generators join when the cluster has room, up to this number."""
 
 
 class GeneratorConfig(Section):
     """The generators: each has a vLLM engine, and plays trajectories with it."""
 
     engines: Count | EnginesRange = 1
-    """Number of generators, each with one engine; `{min: 1, max: 8}`: generators may join and leave during the run."""
+    """Number of generators, each with one engine; `{min: 1, max: 8}`: they may join and leave during the run."""
     leave_grace: Seconds = 20.0
-    """Seconds for which a generator that leaves, because its node is drained, still plays its trajectories; then it
-    hands over open trajectories to other generators, and ends."""
+    """Seconds for which a generator whose node is drained still plays its trajectories, before it hands them over."""
     tensor_parallel_size: Count = 1
-    """Number of GPUs that share each layer of an engine."""
+    """GPUs that share each layer of an engine."""
     concurrent_groups: Count = 32
-    """Number of groups that all engines together generate at the same time."""
+    """Groups that all engines together generate at the same time."""
     max_input_length: Positive = 1024
-    """Maximum tokens of a turn's prompt."""
+    """Tokens of a turn's prompt."""
     max_generate_length: Annotated[int, Field(ge=2, le=MOST)] = 256
-    """Maximum tokens of a turn's response; one of them is reserved for an end token that may be appended."""
+    """Tokens of a turn's response; one is reserved for an end token that may be appended."""
     temperature: Annotated[float, Field(ge=COLDEST, lt=HOTTEST)] = 1.0
     """Sampling temperature in training."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Stop strings. If a stop string ended a turn, an end token is appended, which carries no loss."""
+    """Stop strings. After one, an end token is appended, which carries no loss."""
     conversation: Literal["append", "rerender", "inline"] = "append"
-    """How the prompt of the next turn is built. `append`: new messages follow the unchanged tokens; `rerender`: the
-    whole conversation is rendered again, and a new row begins where the template changes earlier turns; `inline`: the
-    new text follows as plain text in one message of the assistant."""
+    """Prompt of the next turn. `append`: new messages follow the unchanged tokens; `rerender`: the whole conversation
+    is rendered again, with a new row where the template changes earlier turns; `inline`: the new text follows as plain
+    text in one message of the assistant."""
     chat_template_options: dict[str, str | int | float | bool] = {}
     """Options of the chat template, such as `enable_thinking: false`."""
     kv_cache_bytes: Positive | None = None
-    """Bytes of one engine's KV cache; None: an engine on a GPU is limited by `gpu_memory_utilization`."""
+    """Bytes of one engine's KV cache; None: limited by `gpu_memory_utilization`."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Fraction of a GPU's memory that its engine may use."""
     enforce_eager: bool = False
     """Run engines without compilation and CUDA graphs."""
     record_experts: bool = True
-    """Engines on GPUs record the experts that computed each token, and the trainer uses the same experts; false: the
-    trainer's router chooses the experts again, and sampled and trained log-probabilities differ more."""
+    """Engines on GPUs record the experts of each token, and the trainer uses the same; false: the trainer's router
+    chooses, and log-probabilities differ more."""
     quantization: Literal["fp8"] | None = None
-    """`fp8`: an engine on a GPU computes with 8-bit weights, quantised again at every update. It then samples from
-    another distribution than the trainer's, so `algorithm.correction` must be on."""
+    """`fp8`: an engine on a GPU computes with 8-bit weights, so it samples from another distribution than the
+    trainer's; `algorithm.correction` must be on."""
     engine_options: dict[str, JsonValue] = {}
-    """Further arguments of vLLM's engines, named as in `AsyncEngineArgs`, such as `max_num_batched_tokens` or
-    `pipeline_parallel_size`; docs/engine-options.md lists the arguments that are refused."""
+    """Further arguments of vLLM's `AsyncEngineArgs`, such as `max_num_batched_tokens` or `pipeline_parallel_size`;
+    docs/engine-options.md lists those that are refused."""
     start_deadline: Seconds = 600.0
     """Seconds in which an engine or a scorer must start."""
     request_deadline: Seconds = 300.0
     """Seconds in which an engine must generate one turn."""
     silent_deadline: Seconds = 60.0
-    """Seconds without an answer after which a generator counts as frozen and is restarted."""
+    """Seconds without an answer after which a generator is restarted."""
 
     @property
     def engine_gpus(self) -> int:
@@ -261,39 +254,36 @@ class ScorerConfig(Section):
     """
 
     kind: Literal["rewards", "teacher"] = "rewards"
-    """`rewards`: one reward per trajectory; `teacher`: the log-probability of each sampled token under another
-    model."""
+    """One reward per trajectory, or the log-probability of each sampled token under another model."""
     use: str | None = None
-    """A function, or a class with a method `score` (for a teacher: `logprobs`), as `your.module:name`."""
+    """A function, or a class with a method `score` (a teacher: `logprobs`), as `your.module:name`."""
     url: Annotated[str, Field(pattern=URL)] | None = None
-    """For a teacher: address of a completions endpoint of vLLM, which serves the teacher's model only."""
+    """For a teacher: a completions endpoint of vLLM that serves only the teacher's model."""
     model: ModelFolder | None = None
     """For a teacher: the Hugging Face folder of its model, which an engine of this run serves."""
     tokenizer: Annotated[UserPath, Named("tokenizer", "folder", "give a Hugging Face folder")] | None = None
-    """For a teacher at `url`: the Hugging Face folder of its tokenizer, which must be the policy's tokenizer."""
+    """For a teacher at `url`: the folder of its tokenizer, which must be the policy's."""
     key_file: KeyFile | None = None
     """File with the key that is sent to `url` as `Authorization: Bearer`."""
     options: dict[str, str | int | float | bool] = {}
-    """Arguments for the constructor of the class in `use`."""
+    """Arguments of the class's constructor."""
     combine: Literal["replace", "add"] = "replace"
-    """`replace`: the scorer's reward replaces the environment's reward; `add`: it is added to the environment's
-    reward."""
+    """The scorer's reward replaces the environment's, or is added to it."""
     weight: float = 1.0
     """Factor by which the scorer's reward is multiplied."""
     workers: Count = 1
-    """Number of groups that are scored at the same time. With `use`, each worker is a process, so that a hang or crash
-    affects only one group."""
+    """Groups that are scored at the same time. With `use`, each worker is a process, so that a hang or crash affects
+    one group."""
     deadline: Seconds = 60.0
     """Seconds in which a group must be scored."""
     attempts: Positive = 3
-    """Maximum number of attempts to score a group; after that, `fallback` applies."""
+    """Attempts to score a group; then `fallback` applies."""
     fallback: Literal["refuse", "environment_reward"] = "refuse"
-    """What happens to a group that the scorer could not score. `refuse`: the group is refused; `environment_reward`:
-    the group continues without this scorer."""
+    """A group that could not be scored is refused, or continues without this scorer."""
     cpus: Annotated[float, Field(ge=0)] = 0.0
-    """CPUs that Ray reserves for each process of the scorer."""
+    """CPUs that Ray reserves for each process."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs that Ray reserves for each process of the scorer."""
+    """GPUs that Ray reserves for each process."""
 
     @property
     def n_processes(self) -> int:

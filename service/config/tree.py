@@ -73,37 +73,35 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=FOLDER_NAME, max_length=200)] = "run"
     """Name of the run, and of its folder."""
     dir: UserPath = Path("runs")
-    """Folder in which run folders are made. It must outlast the process, which the working directory of a Ray job does
-    not."""
+    """Folder in which run folders are made. It must outlast the process; a Ray job's working directory does not."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of all random numbers of the run."""
     max_steps: Annotated[int, Field(gt=0, lt=1 << 31)] = 100
-    """Number of optimizer steps after which the run ends. (Each token stores the step of its policy version in 31
-    bits.)"""
+    """Optimizer steps after which the run ends."""
     max_restarts: NotNegative = 3
-    """Number of failures of a generator or of the trainer that a run survives without a new optimizer step in between.
-    Steps that the trainer repeats after a failure are not new."""
+    """Failures of a generator or of the trainer that a run survives without a new optimizer step in between; a repeated
+    step is not new."""
     trajectories_per_step: NotNegative = 2
-    """Number of trajectories of each mini-batch that are recorded in `trajectories.jsonl`, until the file is full. Of
-    the trajectories that ended untrained since the previous mini-batch, the same number is recorded."""
+    """Trajectories of each mini-batch, and of those that ended untrained since the previous one, that are recorded in
+    `trajectories.jsonl`, until the file is full."""
     keep_best: Annotated[str, Field(pattern=SCORE)] | None = None
-    """Score of an evaluation set, such as `eval/made/avg_score`; the weights with the highest score are kept in `best/`
-    of the run's folder. None: no best weights are kept."""
+    """Score of an evaluation set, such as `eval/made/avg_score`; the weights with the highest score are kept in
+    `best/`."""
     stop_grace: Seconds = 600.0
-    """Seconds from a stop signal until the run is ended by force. In this time the run finishes its optimizer step and
-    writes the final weights."""
+    """Seconds from a stop signal, in which the run finishes its step and writes the final weights, until it is ended by
+    force."""
     stall_deadline: Seconds = 600.0
     """Seconds without a mini-batch after which the run fails."""
     store: str | None = None
-    """Address of an object store, such as `s3://bucket/run`, to which checkpoints and the final weights are uploaded;
-    needs the package obstore. Credentials are read from environment variables."""
+    """Address of an object store, such as `s3://bucket/run`, to which checkpoints and final weights are uploaded; needs
+    the package obstore. Credentials come from environment variables."""
 
 
 class MakeModelConfig(Section):
     """A small Qwen3 model with random weights, which the run makes with a tokenizer for its environment."""
 
     hidden_size: Annotated[int, Field(gt=0, le=4096, multiple_of=64)] = 128
-    """Width of the layers. Heads have 32 dimensions, and two of them share keys; MLPs are twice as wide."""
+    """Width of the layers. Heads have 32 dimensions, two share keys; MLPs are twice as wide."""
     num_layers: Annotated[int, Field(gt=0, le=64)] = 2
 
     @property
@@ -129,64 +127,60 @@ class WarmStartConfig(Section):
     right_fraction: Fraction = 0.15
     """Fraction of the demonstrations that solve the task; the others show mistakes."""
     demonstrations: Positive = 4096
-    """Number of demonstrations that are made; each batch is a random sample of them."""
+    """Demonstrations that are made; each batch is a random sample."""
 
 
 class ModelConfig(Section):
     """The model of the policy."""
 
     path: Annotated[UserPath, Named("model folder", "folder", "give a Hugging Face folder")] | None = None
-    """A Hugging Face folder (config, safetensors, tokenizer, chat template), or an address on a hub,
-    `hf:org/name@revision`."""
+    """A Hugging Face folder (config, safetensors, tokenizer, chat template), or `hf:org/name@revision`."""
     make: MakeModelConfig | None = None
-    """Make a small model with random weights; used instead of `path`."""
+    """A small model with random weights, in place of `path`."""
     warm_start: WarmStartConfig | None = None
     """Supervised training before RL. It trains all weights, even if `lora` is set; the adapter is then added to the
     warm-started model."""
     lora: LoraConfig | None = None
     """Train a low-rank adapter and keep the model's weights unchanged; None: train all weights."""
     adapter: Annotated[UserPath, Named("adapter", "folder", "give a folder with adapter_config.json")] | None = None
-    """Folder of an adapter in PEFT's form with which training starts. Its rank, alpha and targets must be equal to
-    those in `lora`."""
+    """Folder of an adapter in PEFT's form with which training starts; its settings must be those of `lora`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of the parameters in the forward passes of engine and trainer."""
+    """Data type of the parameters in forward passes of engine and trainer."""
 
 
 class BufferConfig(Section):
     """The buffer: admission of groups, staleness, deadlines, and limits of memory and disk."""
 
     lookahead: Versions = 2
-    """Number of mini-batches that generators may begin in advance, counted from the policy version that they serve; 0:
-    strictly on-policy."""
+    """Mini-batches that generators may begin in advance of the policy version that they serve; 0: strictly
+    on-policy."""
     max_staleness: Versions = 8
-    """Largest staleness, in policy versions, with which a token carries loss."""
+    """Largest staleness, in versions, with which a token carries loss."""
     order: Literal["finished_first", "strict"] = "finished_first"
-    """Which groups a mini-batch gets: `finished_first`, the groups that became complete first; `strict`, the groups
-    that were issued first."""
+    """Groups of a mini-batch: those that became complete first (`finished_first`), or were issued first (`strict`)."""
     step_deadline: Seconds = 300.0
     """Seconds without progress after which a trajectory starts again as its next attempt."""
     max_attempts: Positive = 3
-    """Maximum attempts of a trajectory. If its environment failed each time, the trajectory is lost; if its generators
-    crashed or timed out, the whole group is refused."""
+    """Attempts of a trajectory. If its environment failed each time, the trajectory is lost; if its generators crashed
+    or timed out, the group is refused."""
     on_group_deadline: Literal["train_partial", "expire"] | None = None
-    """What happens at the deadline of a group: its complete trajectories are trained (`train_partial`), or none of them
-    (`expire`). None: groups have no deadline."""
+    """At the deadline of a group, train its complete trajectories (`train_partial`) or none (`expire`). None: groups
+    have no deadline."""
     group_deadline: Seconds = 3600.0
     """Seconds from a group's claim to its deadline."""
     lease_deadline: Seconds = 1800.0
-    """Seconds after which the lease of a mini-batch ends; its groups are then leased again."""
+    """Seconds after which the groups of a leased mini-batch are leased again."""
     max_lease_attempts: Positive = 3
-    """Maximum number of leases of a group; a group that is still untrained after its last lease is refused."""
+    """Leases of a group; if it is still untrained after the last one, it is refused."""
     max_bytes: Annotated[int, Field(gt=0, le=LARGEST_HOST)] = 4 << 30
-    """Maximum bytes of memory for steps. Groups are admitted only while the worst case of all admitted groups fits."""
+    """Bytes of memory for steps. Groups are admitted only while the worst case of all admitted groups fits."""
     max_group_bytes: Annotated[int, Field(gt=0, le=1 << 40)] = 256 << 20
-    """Maximum bytes of one group. Each trajectory may have an equal part of these bytes; a message with which a
-    trajectory would exceed its part is refused."""
+    """Bytes of one group. Each trajectory may have an equal part; a message that exceeds it is refused."""
     max_journal_bytes: Positive = 64 << 30
-    """Maximum bytes of the buffer's journal on disk."""
+    """Bytes of the buffer's journal on disk."""
     merge: MergeMode = "linear"
-    """Which steps share a row. `off`: each step has its own row; `linear`: a step shares the row of the previous step
-    if it continues that step; `tree`: a step shares the row of any earlier step that it continues."""
+    """Which steps share a row: none (`off`), a step with the previous one that it continues (`linear`), or with any
+    earlier one (`tree`)."""
 
 
 class PlacementConfig(Section):
@@ -195,11 +189,9 @@ class PlacementConfig(Section):
     trainer: Labels = {}
     """Labels of the hosts for the trainer's ranks."""
     generators: Labels = {}
-    """Labels of the hosts for the generators, such as `{ray.io/market-type: spot}` for hosts that may be taken away at
-    short notice."""
+    """Labels of the hosts for the generators, such as `{ray.io/market-type: spot}`."""
     buffer: Labels = {MARKET: "!spot"}
-    """Labels of the host for the buffer: the driver's host if it has these labels, else another host that has them,
-    else any host."""
+    """Labels of the host for the buffer: the driver's host if it has them, else another that has, else any."""
 
 
 class WandbConfig(Section):
@@ -210,7 +202,7 @@ class WandbConfig(Section):
 
     project: str = "baton"
     table_every: NotNegative = 10
-    """Optimizer steps from one table of sample trajectories with their texts to the next; 0: no tables."""
+    """Optimizer steps from one table of sample trajectories to the next; 0: no tables."""
 
 
 class MetricsConfig(Section):
@@ -221,7 +213,7 @@ class MetricsConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port of /metrics and /status; None: 9400, or the next free port; 0: any free port."""
     long_batch_tokens: Positive | None = None
-    """Padded length in tokens above which a mini-batch counts as long for the alert; None: 75 % of the longest possible
+    """Padded length in tokens above which a mini-batch is long for the alert; None: 75 % of the longest possible
     row."""
     wandb: WandbConfig | None = None
 
