@@ -7,7 +7,7 @@ data.train: hf:org/name@revision:file.parquet       a file of a dataset
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from service.config.paths import ADDRESS
@@ -18,17 +18,10 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 """Patterns of the files of a model that are downloaded; files of pickled weights are never downloaded."""
 
 
-def download(
-    setting: str,
-    named: Named,
-    address: str,
-    offline: bool,
-    say: Callable[[str], None],
-    model_files: Sequence[str] = MODEL_FILES,
-) -> tuple[Path, str]:
+def download(setting: str, named: Named, address: str, offline: bool, say: Callable[[str], None]) -> tuple[Path, str]:
     """Download the model or file at an address as far as the cache lacks it; returns its path and its commit.
 
-    `offline`: use only the cache. `model_files`: name patterns of the files of a model that are needed.
+    `offline`: use only the cache.
 
     Raises:
         UserError: the address is malformed, the hub has nothing there, or there is neither a network nor a cached copy.
@@ -48,7 +41,7 @@ def download(
     )
 
     say(f"{setting}: looking for {address} on the hub and in its cache")
-    files, kind, ignored = ([file], "dataset", None) if file else (list(model_files), "model", "*/*")
+    files, kind, ignored = ([file], "dataset", None) if file else (list(MODEL_FILES), "model", "*/*")
     # Only here may huggingface_hub use the network in the driver, unless `offline`.
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, offline
     try:

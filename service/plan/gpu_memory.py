@@ -7,7 +7,6 @@ training steps of seven models. Compiled layers keep less.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,8 +52,7 @@ COMPILED = 0.63
 """Bytes that a compiled layer keeps for its backward pass, over those of the same layer without compilation."""
 
 
-@dataclass(frozen=True)
-class FitSettings:
+class FitSettings(NamedTuple):
     """The settings that determine how much memory a trainer rank and an engine need on their GPUs."""
 
     learn: LearnSettings
@@ -68,17 +66,16 @@ class FitSettings:
         return cls(LearnSettings.of(config), config.generator, config.weights.transport == "ipc")
 
 
-@dataclass(frozen=True)
-class Size:
-    """The size of a model: numbers of parameters, and what a token keeps in a layer."""
+class Size(NamedTuple):
+    """The size of a model."""
 
     parameters: int
     trained: int
     """All parameters, or those of the adapter."""
     active: float
-    """Number of parameters that a token is multiplied with."""
+    """Parameters that a token is multiplied with."""
     embedding: int
-    """Number of parameters of the embedding, and of the output head if the two are not tied."""
+    """Parameters of the embedding, and of the output head if the two are not tied."""
     head: int
     layers: int
     hidden: int
@@ -87,7 +84,7 @@ class Size:
     peak: float
     """Bytes for each token in the layer whose backward pass runs."""
     query_width: int
-    """Number of query heads times their dimension."""
+    """Query heads times their dimension."""
 
     @classmethod
     def of(cls, folder: Path, learn: LearnSettings) -> Size:
@@ -144,13 +141,8 @@ def rank_bytes(size: Size, learn: LearnSettings, level: Checkpointing, ranks: in
     logits += 0.0 if learn.model.lora is not None else 4 * size.head
     in_layer = size.peak * tokens * width / 2
     activations = stored * tokens * width / 2 + (in_layer if in_layer > logits else 0.0)
-    parts = {
-        **states,
-        "gathered": gathered,
-        "activations": activations,
-        "logits": logits if logits >= in_layer else 0.0,
-    }
-    return {part: held for part, held in parts.items() if held}
+    logits = logits if logits >= in_layer else 0.0
+    return {**states, "gathered": gathered, "activations": activations, "logits": logits}
 
 
 def bytes_of_parameter(learn: LearnSettings) -> float:
@@ -158,19 +150,15 @@ def bytes_of_parameter(learn: LearnSettings) -> float:
     return torch.finfo(getattr(torch, learn.model.dtype)).bits / 8
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """Memory of a rank's GPU and of an engine's GPU in bytes; with `weights.transport: ipc` both are one GPU."""
 
     size: Size
     rank: Mapping[str, float]
-    """Bytes of a rank by part."""
+    """Bytes of a rank by part; the part `engine` is that of an engine on the same GPU, with its copy of the weights."""
     checkpointing: Checkpointing
-    """The gradient checkpointing: as set, or for `auto` the lightest level that fits."""
+    """As set, or for `auto` the lightest level that fits."""
     gpu_bytes: float
-    shared_bytes: float
-    """Bytes of the engine on the rank's GPU, including the gathered weights that the engine loads; 0 if the engine has
-    its own GPUs."""
     engine_bytes: float
     """Bytes of weights and buffers of an engine on each of its GPUs."""
     kv_bytes: float
@@ -182,7 +170,7 @@ class Fit:
     @property
     def rank_bytes(self) -> float:
         """Bytes that the GPU of a rank needs."""
-        return sum(self.rank.values()) + self.shared_bytes
+        return sum(self.rank.values())
 
     @property
     def room(self) -> float:
@@ -191,23 +179,18 @@ class Fit:
 
     def problem(self) -> str | None:
         """A text that says why the configuration does not fit, with possible remedies; None if it fits."""
-        of, room = f"of its {_gb(self.gpu_bytes)} GB", f"{_gb(self.room)} can be used"
+        room, parts = f"of its {_gb(self.gpu_bytes)} GB {_gb(self.room)} can be used", in_parts(self.rank)
         if self.rank_bytes > self.room:
-            states = sum(self.rank.get(part, 0) for part in ("weights", "gradients", "optimizer"))
-            helps = (
-                "use more trainer.ranks, or trainer.cpu_offload=true"
-                if 2 * states > self.rank_bytes - self.shared_bytes
-                else "lower trainer.max_tokens_per_micro_batch (for longer rows raise trainer.sequence_parallel)"
-                if self.checkpointing.layers == self.size.layers
-                else "set trainer.gradient_checkpointing=auto, or lower trainer.max_tokens_per_micro_batch"
+            return (
+                f"trainer.ranks: the GPU of a rank needs {_gb(self.rank_bytes)} GB, {room}: {parts}; use more "
+                "ranks, trainer.cpu_offload=true or trainer.gradient_checkpointing=auto, or lower "
+                "trainer.max_tokens_per_micro_batch (for longer rows raise trainer.sequence_parallel)"
             )
-            needs = f"the GPU of a rank needs {_gb(self.rank_bytes)} GB"
-            return f"trainer.ranks: {needs}, {of} {room}: {self.parts()}; {helps}"
         longest = self.longest * self.kv_token_bytes
         if self.engine_bytes + longest > self.room:
             return (
                 f"generator.tensor_parallel_size: a GPU of an engine needs {_gb(self.engine_bytes)} GB and the KV "
-                f"cache of {self.longest} tokens, {of} {room}; use more GPUs an engine"
+                f"cache of {self.longest} tokens, {room}; use more GPUs an engine"
             )
         if self.kv_bytes < longest:
             return (
@@ -218,7 +201,8 @@ class Fit:
 
     def lines(self) -> Iterator[str]:
         """The memory as lines of text."""
-        yield f"the GPU of a rank needs {_gb(self.rank_bytes)} GB of {_gb(self.room)} that can be used ({self.parts()})"
+        needed, room = _gb(self.rank_bytes), _gb(self.room)
+        yield f"the GPU of a rank needs {needed} GB of {room} that can be used ({in_parts(self.rank)})"
         yield f"{self.checkpointing.layers} of {self.size.layers} layers keep their input only"
         tokens = int(self.kv_bytes / self.kv_token_bytes)
         yield (
@@ -226,10 +210,10 @@ class Fit:
             f"({tokens} tokens, {tokens // self.longest} of the longest requests)"
         )
 
-    def parts(self) -> str:
-        """The parts of a rank's memory in GB, the largest first."""
-        parts = {**self.rank, "engine": self.shared_bytes}
-        return ", ".join(f"{part} {_gb(held)}" for part, held in sorted(parts.items(), key=lambda p: -p[1]) if held)
+
+def in_parts(parts: Mapping[str, float]) -> str:
+    """Parts of memory in GB, the largest first."""
+    return ", ".join(f"{part} {_gb(held)}" for part, held in sorted(parts.items(), key=lambda p: -p[1]) if held)
 
 
 def _gb(held: float) -> str:
@@ -244,14 +228,13 @@ def fit(settings: FitSettings, folder: Path, gpu_bytes: float) -> Fit:
     kv = generator.kv_cache_bytes or gpu_bytes * generator.gpu_memory_utilization - engine
     # an engine on the rank's GPU loads from a whole copy of the trained weights
     shared = engine + kv + size.trained * width if settings.shares_gpus else 0.0
-    level = Checkpointing.of(learn.trainer, size.layers)
-    held = rank_bytes(size, learn, level, learn.trainer.ranks)
-    while learn.trainer.gradient_checkpointing == "auto" and sum(held.values()) + shared > gpu_bytes * (1 - MARGIN):
-        if (lighter := level.lighter(size.layers, compiled=False)) is None:
-            break
-        level, held = lighter, rank_bytes(size, learn, lighter, learn.trainer.ranks)
+    level: Checkpointing | None = Checkpointing.of(learn.trainer, size.layers)
+    while level is not None:
+        chosen, held = level, {**rank_bytes(size, learn, level, learn.trainer.ranks), "engine": shared}
+        fits = sum(held.values()) <= gpu_bytes * (1 - MARGIN) or learn.trainer.gradient_checkpointing != "auto"
+        level = None if fits else level.lighter(size.layers, compiled=False)
     token_bytes = kv_token_bytes(read_config(folder), generator, learn.model.dtype)
-    return Fit(size, held, level, gpu_bytes, shared, engine, kv, token_bytes, learn.longest_row)
+    return Fit(size, held, chosen, gpu_bytes, engine, kv, token_bytes, learn.longest_row)
 
 
 def known_gpu(trainer: TrainerConfig) -> tuple[str, float] | None:

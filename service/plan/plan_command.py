@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from service.config import EnvConfig, ModelConfig
 from service.config.checks import check_bytes
 from service.config.command_line import checked_config
-from service.config.paths import is_on_hub
-from service.config.section import MODEL_FOLDER
 from service.errors import UserError
+from service.handoff.group_bytes import TOKEN_BYTES
 from service.model_folder import MODEL_CONFIG, check_description, is_model_folder
+from service.run.folder import count
 from service.run.phases import phase
 
 if TYPE_CHECKING:
@@ -40,15 +40,22 @@ LENGTHS = {
     "response-tokens": "sampled tokens of a turn (default: half of generator.max_generate_length)",
     "observation-tokens": "tokens between two turns (default: as many as a turn samples)",
 }
+"""Options that give the mean trajectory, with their help."""
 _say = partial(print, file=sys.stderr, flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's own arguments, in addition to configuration files and settings."""
     parser.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (default), h200, h20, a100, l40s or b200")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: as many as are configured)")
+    parser.add_argument("--gpus", type=count, metavar="N", help="GPUs in all (default: as many as are configured)")
     for name, meaning in LENGTHS.items():
-        parser.add_argument(f"--{name}", type=float, metavar="X", help=meaning)
+        parser.add_argument(f"--{name}", type=_number, metavar="X", help=meaning)
+
+
+def _number(text: str) -> float:
+    if not 1 <= (number := float(text)) <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 to 1,000,000")
+    return number
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -63,56 +70,46 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     if arguments.gpu not in GPUS:
         raise UserError(f"--gpu {arguments.gpu}: known are {', '.join(GPUS)}")
-    given = {name: getattr(arguments, name.replace("-", "_")) for name in LENGTHS}
-    for name, value in {**given, "gpus": arguments.gpus}.items():
-        if value is not None and not 1 <= value <= 1e6:
-            raise UserError(f"--{name} {value:g}: give a number from 1 to 1,000,000")
-    work = Work.of(config, {name.partition("-")[0]: value for name, value in given.items() if value is not None})
+    generator, given = config.generator, [getattr(arguments, name.replace("-", "_")) for name in LENGTHS]
+    sampled = arguments.response_tokens or generator.max_generate_length / 2
+    assumed = (config.env.max_turns + 1) / 2, generator.max_input_length / 4, sampled, sampled
+    work = Work(*(length or default for length, default in zip(given, assumed, strict=True)))
     with source.named_in_errors(), planned_model(config.model, config.env, config.run.seed) as folder:
-        check_description(folder, config.generator.longest_row, config.trainer.sequence_parallel)
+        check_description(folder, generator.longest_row, config.trainer.sequence_parallel)
         model = read_config(folder)
-        routed = routing_of_model(model, config.generator.record_experts).token_bytes
+        routed = routing_of_model(model, generator.record_experts).token_bytes
         check_bytes(config, routed)
-        check_engine(model, config.generator, config.model.dtype)
+        check_engine(model, generator, config.model.dtype)
         table = Table(FitSettings.of(config), config.buffer, folder, GPUS[arguments.gpu], work)
-    problem = table.problem(arguments.gpus or table.used)
-    print("\n".join(_lines(config.run.name, table, problem, routed, arguments)))
+    gpus, problem = arguments.gpus or table.used, table.fit.problem()
+    if table.used > gpus:
+        problem = f"generator.engines: engines and ranks take {table.used} GPUs, more than --gpus {gpus}; see the table"
+    print(f"{config.run.name} on {gpus} {arguments.gpu}")
+    print("\n".join(_lines(table, problem, routed, gpus)))
     return 0 if problem is None else DOES_NOT_FIT
 
 
 @contextmanager
 def planned_model(model: ModelConfig, env: EnvConfig, seed: int) -> Iterator[Path]:
-    """Yield a folder with the model's config.json: `model.path`, or a new model made for `model.make`. If `model.path`
-    names a model on a hub, only the config.json is downloaded.
+    """Yield a folder with the model's config.json: `model.path`, or a new model made for `model.make`.
 
     Raises:
         UserError: the configuration names no model, or `model.path` has no config.json.
     """
-    from huggingface_hub import constants
-
-    from service.model_hub import download
     from service.run.preparing.inputs import make_policy
 
-    path = model.path
-    if path is not None and is_on_hub(path):
-        offline = constants.HF_HUB_OFFLINE
-        path, _ = download("model.path", MODEL_FOLDER, str(path), offline, _say, model_files=[MODEL_CONFIG])
-    if path is not None and not is_model_folder(path):
-        raise UserError(f"model.path: {path} has no {MODEL_CONFIG}; that file alone is enough for a plan")
+    if model.path is not None and not is_model_folder(model.path):
+        raise UserError(f"model.path: {model.path} has no {MODEL_CONFIG}; that file alone is enough for a plan")
     with tempfile.TemporaryDirectory() as made:
-        yield path or make_policy(model, env, seed, Path(made))
+        yield model.path or make_policy(model, env, seed, Path(made))
 
 
-def _lines(name: str, table: Table, problem: str | None, routed: int, arguments: argparse.Namespace) -> Iterator[str]:
-    from service.handoff.group_bytes import TOKEN_BYTES
+def _lines(table: Table, problem: str | None, routed: int, gpus: int) -> Iterator[str]:
+    from service.plan.gpu_memory import in_parts
 
-    gpus, work, trajectories = arguments.gpus or table.used, table.work, table.trajectories
-    configured = table.settings.generator.max_engines, table.settings.learn.trainer.ranks
-    yield f"{name} on {gpus} {arguments.gpu}; configured: {configured[0]} engines, {configured[1]} ranks"
     yield from table.fit.lines()
-    host = table.host_bytes()
-    parts = ", ".join(f"{part} {held / 1e9:.1f}" for part, held in host.items() if held)
-    yield f"the host of a node needs about {sum(host.values()) / 1e9:.1f} GB ({parts})"
+    work, trajectories, host = table.work, table.trajectories, table.host_bytes()
+    yield f"the host of a node needs about {sum(host.values()) / 1e9:.1f} GB ({in_parts(host)})"
     yield "it fits" if problem is None else f"it does not fit: {problem}"
     tokens, sampled = trajectories * work.length, trajectories * work.sampled
     lengths = ", ".join(f"{name} {value:g}" for name, value in work._asdict().items())
@@ -122,7 +119,7 @@ def _lines(name: str, table: Table, problem: str | None, routed: int, arguments:
         f"{12 * table.fit.size.trained / 1e9:.2g} GB; a weight update: {host['weights'] / 1e9:.2g} GB"
     )
     yield f"\n  {'engines':>8} {'ranks':>6} {'training s':>14} {'decoding s':>14} {'step s':>14}  fits"
-    splits = table.splits(gpus)
+    splits, configured = table.splits(gpus), (table.settings.generator.max_engines, table.settings.learn.trainer.ranks)
     best = min(splits, key=lambda split: (not split.fits, split.step.slow))
     for split in splits:
         ranges = (f"{low:.3g}-{high:.3g}" for low, high in (split.training, split.decoding, split.step))

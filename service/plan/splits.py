@@ -10,12 +10,10 @@ scorers and for the longest trajectory are not included.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from service.config import BufferConfig, Config
+from service.config import BufferConfig
 from service.errors import UserError
 from service.plan.gpu_memory import ENGINE_BYTES, GPUS_OF_A_NODE, FitSettings, Gpu, bytes_of_parameter, fit, rank_bytes
 
@@ -37,13 +35,6 @@ class Work(NamedTuple):
     observation: float
     """Tokens that the environment adds between two turns."""
 
-    @classmethod
-    def of(cls, config: Config, given: Mapping[str, float]) -> Work:
-        """The lengths that are given; for the others about half of what the limits allow."""
-        generator, response = config.generator, given.get("response", config.generator.max_generate_length / 2)
-        assumed = cls((config.env.max_turns + 1) / 2, generator.max_input_length / 4, response, response)
-        return assumed._replace(**given)
-
     @property
     def sampled(self) -> float:
         """Sampled tokens of the trajectory."""
@@ -62,8 +53,7 @@ class Seconds(NamedTuple):
     slow: float
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """A split of the GPUs, with the seconds of a step."""
 
     engines: int
@@ -80,53 +70,41 @@ class Table:
 
     def __init__(self, settings: FitSettings, buffer: BufferConfig, folder: Path, gpu: Gpu, work: Work) -> None:
         self.settings, self._buffer, self._gpu, self.work = settings, buffer, gpu, work
-        self.fit, self._trainer, algorithm = (
-            fit(settings, folder, gpu.memory),
-            settings.learn.trainer,
-            settings.learn.algorithm,
-        )
-        self.trajectories = self._trainer.mini_batch_size * algorithm.n_samples_per_prompt
+        self.fit, self._trainer = fit(settings, folder, gpu.memory), settings.learn.trainer
+        self.trajectories = self._trainer.mini_batch_size * settings.learn.algorithm.n_samples_per_prompt
         engines = 0 if settings.shares_gpus else settings.generator.max_engines
         self.used = self._trainer.ranks + engines * settings.generator.engine_gpus
         """Number of GPUs that the configuration takes."""
-
-    def problem(self, gpus: int) -> str | None:
-        """Why the configuration does not fit `gpus` GPUs; None if it fits."""
-        if self.used > gpus:
-            return f"generator.engines: engines and ranks take {self.used} GPUs, more than --gpus {gpus}; see the table"
-        return self.fit.problem()
 
     def host_bytes(self) -> dict[str, float]:
         """Bytes of memory that a full node with the driver needs, by what they hold."""
         trainer, trained = self._trainer, self.fit.size.trained
         offloaded = 16.0 * trained * min(1.0, GPUS_OF_A_NODE / trainer.ranks) if trainer.cpu_offload else 0.0
-        weights = trained * bytes_of_parameter(self.settings.learn)
-        processes = PROCESS_BYTES * min(GPUS_OF_A_NODE, self.used)
-        return {
-            "processes": processes,
-            "weights": weights,
-            "offloaded": offloaded,
-            "buffer": self._buffer.max_bytes,
-        }
+        processes, weights = (
+            PROCESS_BYTES * min(GPUS_OF_A_NODE, self.used),
+            trained * bytes_of_parameter(self.settings.learn),
+        )
+        return {"processes": processes, "weights": weights, "offloaded": offloaded, "buffer": self._buffer.max_bytes}
 
     def splits(self, gpus: int) -> list[Split]:
-        """All splits that use `gpus` GPUs.
+        """Splits that use `gpus` GPUs, at most about `MAX_SPLITS`, evenly spread.
 
         Raises:
             UserError: there is none.
         """
         each, together = self.settings.generator.engine_gpus, self._trainer.sequence_parallel
         if self.settings.shares_gpus:
-            return [self.split(*pair) for pair in _spread([(n, gpus) for n in range(1, max(1, gpus // each) + 1)])]
-        node = GPUS_OF_A_NODE if self._trainer.shard_within == "node" else 1
-        pairs = [(engines, gpus - engines * each) for engines in range(1, (gpus - 1) // each + 1)]
-        found = [pair for pair in pairs if pair[1] % together == 0 and (pair[1] <= node or pair[1] % node == 0)]
+            found = [(engines, gpus) for engines in range(1, max(1, gpus // each) + 1)]
+        else:
+            node = GPUS_OF_A_NODE if self._trainer.shard_within == "node" else 1
+            pairs = ((engines, gpus - engines * each) for engines in range(1, (gpus - 1) // each + 1))
+            found = [(n, ranks) for n, ranks in pairs if ranks % together == 0 and (ranks <= node or ranks % node == 0)]
         if not found:
             raise UserError(
-                f"--gpus {gpus}: an engine takes {each} (generator.tensor_parallel_size) and the trainer a multiple of "
-                f"{together} (trainer.sequence_parallel), which does not use all of them; give another number"
+                f"--gpus {gpus}: engines of {each} and ranks in groups of {together} do not use all of them; give "
+                "another number"
             )
-        return [self.split(*pair) for pair in _spread(found)]
+        return [self.split(*pair) for pair in found[:: -(-len(found) // MAX_SPLITS)]]
 
     def split(self, engines: int, ranks: int) -> Split:
         """The seconds of a step with this number of engines and of ranks."""
@@ -135,8 +113,9 @@ class Table:
         decoding = self._decoding(engines)
         alternate = self.settings.shares_gpus or self._buffer.lookahead == 0
         step = Seconds(*(sum(ends) if alternate else max(ends) for ends in zip(training, decoding, strict=True)))
-        held = sum(rank_bytes(self.fit.size, self.settings.learn, self.fit.checkpointing, ranks).values())
-        return Split(engines, ranks, training, decoding, step, held + self.fit.shared_bytes <= self.fit.room)
+        held = rank_bytes(self.fit.size, self.settings.learn, self.fit.checkpointing, ranks)
+        fits = sum(held.values()) + self.fit.rank["engine"] <= self.fit.room
+        return Split(engines, ranks, training, decoding, step, fits)
 
     def _training_flops(self) -> float:
         """FLOPs of a step, without recomputation: 2 for each parameter and token in a forward pass, twice that in the
@@ -149,22 +128,14 @@ class Table:
 
     def _decoding(self, engines: int) -> Seconds:
         """Seconds in which the engines generate the trajectories of a step."""
-        work, generator, size = self.work, self.settings.generator, self.fit.size
-        gpus, kv_token = generator.engine_gpus, self.fit.kv_token_bytes
-        admitted = (self._buffer.lookahead + 1) * self._trainer.mini_batch_size
-        in_flight = (
-            min(generator.concurrent_groups, admitted) * self.settings.learn.algorithm.n_samples_per_prompt / engines
-        )
+        work, generator, kv_token = self.work, self.settings.generator, self.fit.kv_token_bytes
+        groups = min(generator.concurrent_groups, (self._buffer.lookahead + 1) * self._trainer.mini_batch_size)
+        in_flight = groups * self.settings.learn.algorithm.n_samples_per_prompt / engines
         running = max(1.0, min(in_flight, self.fit.kv_bytes / (kv_token * work.length)))
         caches = running * (work.prompt + work.length) / 2 * kv_token
         read = (self.fit.engine_bytes - ENGINE_BYTES + caches) / self._gpu.bandwidth
         iterations = self.trajectories * work.sampled / engines / running
         others = self.trajectories * (work.length - work.sampled) / engines
-        computed = 2 * size.active * others / gpus / self._gpu.flops
+        computed = 2 * self.fit.size.active * others / generator.engine_gpus / self._gpu.flops
         ends = zip(OF_BANDWIDTH, HOST_SECONDS, OF_PEAK, strict=True)
         return Seconds(*(iterations * (read / of + host) + computed / peak for of, host, peak in ends))
-
-
-def _spread(pairs: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """About `MAX_SPLITS` of the pairs, evenly spread."""
-    return pairs[:: -(-len(pairs) // MAX_SPLITS)]

