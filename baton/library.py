@@ -23,7 +23,7 @@ from baton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from service.agents.conversation_tree import ConversationTree as ConversationTree
-    from service.agents.reply_parser import JsonCalls as JsonCalls
+    from service.agents.messages_and_replies import JsonCalls as JsonCalls
     from service.config.core_settings import batch_settings as batch_settings
     from service.config.tree import MakeModelConfig as MakeModelConfig
     from service.handoff.batches.batch import batch_of_rank as batch_of_rank
@@ -51,7 +51,7 @@ __all__, __getattr__ = lazy_names(
     __name__,
     {
         "service.agents.conversation_tree": ("ConversationTree",),
-        "service.agents.reply_parser": ("JsonCalls",),
+        "service.agents.messages_and_replies": ("JsonCalls",),
         "service.config.core_settings": ("batch_settings",),
         "service.config.tree": ("MakeModelConfig",),
         "service.handoff.batches.credit": ("turn_advantages",),

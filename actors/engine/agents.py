@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from service.agents.agents import Agents
-from service.agents.reply_parser import JsonCalls, Reply, ReplyParser
+from service.agents.messages_and_replies import JsonCalls, Reply, ReplyParser
 from service.config.rollout import AgentsConfig
 from service.errors import UserError
 from service.rollout.chat.chat import Chat, Tool

@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from service.agents.call_roles import roles_of
-from service.agents.conversation_tree import Call, ConversationTree
-from service.agents.reply_parser import JsonCalls, ReplyParser
+from service.agents.conversation_tree import AgentCall, ConversationTree
+from service.agents.messages_and_replies import JsonCalls, ReplyParser
 from service.agents.server import Endpoint
 from service.agents.session import Outcome, Session, kept_transcript
 from service.agents.sessions import Sessions, session_key
@@ -171,7 +171,7 @@ class Agents:
         session.recorded.set_result(is_accepted)
         return TrajectoryResult(end, outcome.info, failure)
 
-    def _count(self, calls: Sequence[Call], roles: Sequence[str]) -> None:
+    def _count(self, calls: Sequence[AgentCall], roles: Sequence[str]) -> None:
         """Count the calls of a trajectory that ended; warn once if many of their tokens are `aux`."""
         if not roles:
             return

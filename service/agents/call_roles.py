@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from service.agents.conversation_tree import Beginning, Call
+from service.agents.conversation_tree import AgentCall, Beginning
 from service.handoff.steps.values import Role
 
 PIECE = 16
@@ -35,8 +35,8 @@ NEXT = 8
 """Number of conversations after a summary that are searched for the summary's text; bounds the time of the search."""
 
 
-class _Conversation(NamedTuple):
-    calls: list[Call]
+class _RoledConversation(NamedTuple):
+    calls: list[AgentCall]
     """A root call, and the calls that continue it, in order."""
 
     @property
@@ -68,15 +68,15 @@ class _Conversation(NamedTuple):
         return is_received, self.named == Role.MAIN, self.has_tools, self.is_continued
 
 
-_WithRoles = list[tuple[_Conversation, str]]
+_WithRoles = list[tuple[_RoledConversation, str]]
 
 
-def roles_of(calls: Sequence[Call]) -> list[str]:
+def roles_of(calls: Sequence[AgentCall]) -> list[str]:
     """The roles of all calls of one agent, in the order of the calls."""
     conversations, continued = _conversations(calls), {call.parent for call in calls}
     own = max((of for of in conversations if of.named in (None, Role.MAIN)), key=lambda of: of.rank, default=None)
     replaced = {call.body: call.index for call in calls if call in continued}
-    roles: dict[Call, str] = {}
+    roles: dict[AgentCall, str] = {}
     later: _WithRoles = []
     for conversation in reversed(conversations):  # a summary is recognised by the conversation after it
         role = _role(conversation, own, conversation.calls[-1] is calls[-1], later)
@@ -91,20 +91,20 @@ def roles_of(calls: Sequence[Call]) -> list[str]:
     return [roles[call] for call in calls]
 
 
-def _is_delivered(call: Call) -> bool:
+def _is_delivered(call: AgentCall) -> bool:
     """Whether a client received the reply; True for calls before a restart, whose delivery was not recorded."""
     return call.delivered or call.is_restored
 
 
-def _conversations(calls: Sequence[Call]) -> list[_Conversation]:
-    of: dict[Call, _Conversation] = {}
+def _conversations(calls: Sequence[AgentCall]) -> list[_RoledConversation]:
+    of: dict[AgentCall, _RoledConversation] = {}
     for call in calls:  # the list has each parent before its children
-        of[call] = _Conversation([]) if call.parent is None else of[call.parent]
+        of[call] = _RoledConversation([]) if call.parent is None else of[call.parent]
         of[call].calls.append(call)
     return [of[call] for call in calls if call.parent is None]
 
 
-def _role(conversation: _Conversation, own: _Conversation | None, is_newest: bool, later: _WithRoles) -> str:
+def _role(conversation: _RoledConversation, own: _RoledConversation | None, is_newest: bool, later: _WithRoles) -> str:
     """The role of a conversation; `own`: the agent's main conversation; `later`: conversations that began after this
     one, each with its role."""
     begun = conversation.begun
@@ -122,7 +122,7 @@ def _role(conversation: _Conversation, own: _Conversation | None, is_newest: boo
     return Role.MAIN if is_own else Role.AUX
 
 
-def _begun_by(call: Call, later: _WithRoles) -> Role | None:
+def _begun_by(call: AgentCall, later: _WithRoles) -> Role | None:
     """The role of the later conversation that begins with a call's answer; None if there is no such conversation."""
     found = {
         role
@@ -132,7 +132,7 @@ def _begun_by(call: Call, later: _WithRoles) -> Role | None:
     return next((role for role in (Role.MAIN, Role.SUB) if role in found), None)
 
 
-def _reappears(call: Call, where: str) -> bool:
+def _reappears(call: AgentCall, where: str) -> bool:
     """Whether at least `FOUND` pieces of a root's answer appear in `where` but not in the root's own prompt."""
     text, asked = call.reply.content.strip(), call.begun.text if call.begun is not None else ""
     starts = (place * (len(text) - PIECE) // (PIECES - 1) for place in range(PIECES))

@@ -23,8 +23,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from service.agents.message_form import digests, echoed_ids, extended, read_messages
-from service.agents.reply_parser import Reply, ReplyParser
+from service.agents.messages_and_replies import Reply, ReplyParser, digests, echoed_ids, extended, read_messages
 from service.columns import digest
 from service.handoff.prefixes.sharing import StepTree, longest_prefix
 from service.handoff.steps.tables import step_objects
@@ -44,24 +43,20 @@ conversation, because the conversation contains answers that no call sampled."""
 
 
 class CallNote(msgspec.Struct, frozen=True, array_like=True):
-    """Data of a call in addition to its tokens. It is stored as the note of the call's step, so that a restarted
-    generator can continue the session."""
+    """Fields of an `AgentCall` in addition to its tokens, digests in hex. It is stored as the note of the call's step,
+    so that a restarted generator can continue the session."""
 
     name: str
-    """The call's id, which clients may send back."""
     parent: int
     """Index of the call that this call continues; -1: none."""
     how: How
     body: str
-    """Identifies the client's request, so that a repetition is recognised."""
     after: str
-    """Digest, in hex, of the conversation that ends with the reply; empty where the prompt was given as token ids."""
     system: str | None = None
-    """Digest, in hex, of the system messages with which a root begins; None for other calls."""
+    """The digest of the system messages with which a root begins; None for other calls."""
     has_tools: bool = False
     """Whether the client offered tools; recorded for roots only."""
     named: str | None = None
-    """The role that the client names for the conversation; None: the client names no role."""
 
 
 class Beginning(NamedTuple):
@@ -76,12 +71,12 @@ class Beginning(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class AgentCall:
     """One call of the policy in the tree."""
 
     name: str
     """The call's id. A client may send it back, for instance as the signature of the thinking."""
-    parent: Call | None
+    parent: AgentCall | None
     how: How
     carried_ids: Int32s
     """[Q] prompt tokens after the parent's tokens; without a parent, the whole prompt."""
@@ -119,9 +114,9 @@ class Call:
         """The ids of the tool calls in the reply."""
         return [f"call_{self.name}_{number}" for number in range(len(self.reply.calls))]
 
-    def path(self) -> Iterator[Call]:
+    def path(self) -> Iterator[AgentCall]:
         """This call and its ancestors, up to the root."""
-        call: Call | None = self
+        call: AgentCall | None = self
         while call is not None:
             yield call
             call = call.parent
@@ -157,7 +152,7 @@ class Call:
 class PreparedCall(NamedTuple):
     """A call of the policy that is ready to be sampled: its prompt, and how it continues an earlier call."""
 
-    parent: Call | None
+    parent: AgentCall | None
     how: How
     carried_ids: Int32s
     prompt_ids: Int32s
@@ -167,7 +162,7 @@ class PreparedCall(NamedTuple):
     tools: Sequence[Tool] = ()
     """Tools that the reply may call."""
     begun: Beginning | None = None
-    received: Sequence[Call] = ()
+    received: Sequence[AgentCall] = ()
     """Earlier calls that are not yet marked as delivered; the client's request shows that it received their replies."""
     named: str | None = None
     prefix: str = ""
@@ -183,12 +178,12 @@ class ConversationTree:
         self._chat = chat
         self._parser = parser
         self._new_name = new_name
-        self.calls: list[Call] = []
-        self._after: defaultdict[bytes, list[Call]] = defaultdict(list)
+        self.calls: list[AgentCall] = []
+        self._after: defaultdict[bytes, list[AgentCall]] = defaultdict(list)
         """Calls by the digest of the conversation that ends with their reply."""
-        self._of_ids: dict[tuple[int, int], Call] = {}
+        self._of_ids: dict[tuple[int, int], AgentCall] = {}
         """The newest call for each (number of tokens, digest of the tokens)."""
-        self._newest_of: dict[str, Call] = {}
+        self._newest_of: dict[str, AgentCall] = {}
         """The newest call for each body of a request."""
 
     @property
@@ -255,7 +250,7 @@ class ConversationTree:
                 return PreparedCall(parent, "appended", ids[length:], ids, None)
         return PreparedCall(None, "root", ids, ids, None)
 
-    def add(self, opened: PreparedCall, generation: Generation, body: str) -> Call:
+    def add(self, opened: PreparedCall, generation: Generation, body: str) -> AgentCall:
         """Add a call with the tokens that the engine sampled for it.
 
         An end token is appended if the policy sampled none, unless the client sends token ids: such a client appends
@@ -272,7 +267,7 @@ class ConversationTree:
         self._keep(call, np.concatenate([opened.prompt_ids, response.token_ids]))
         return call
 
-    def reference(self, call: Call) -> Extension | None:
+    def reference(self, call: AgentCall) -> Extension | None:
         """The reference of a call's step: to the whole step of its parent; without a parent, to the longest prefix that
         the call's prompt shares with one of the newest calls that no other call continues."""
         if call.parent is not None:
@@ -306,7 +301,7 @@ class ConversationTree:
             begun = None
             if note.system is not None:
                 begun = Beginning(bytes.fromhex(note.system), self._chat.text(carried), note.has_tools)
-            call = Call(
+            call = AgentCall(
                 note.name, parent, note.how, carried, response, Reply(said, "", ()), note.body, step.stop_reason,
                 step.index, bytes.fromhex(note.after), begun, note.named,
                 is_restored=True,
@@ -315,7 +310,7 @@ class ConversationTree:
                 parent.delivered = True  # the client received the calls that it continued
             self._keep(call, token_ids)
 
-    def _keep(self, call: Call, token_ids: Int32s) -> None:
+    def _keep(self, call: AgentCall, token_ids: Int32s) -> None:
         if call.after:
             self._after[call.after].append(call)
         self._of_ids[len(token_ids), digest(token_ids)] = call
@@ -326,15 +321,15 @@ class ConversationTree:
         text = self._chat.text(token_ids)
         return Reply(text, "", ()) if brings_tokens else self._parser.parse(text, tools, token_ids.tolist())
 
-    def unsampled(self, opened: PreparedCall, text: str) -> Call:
+    def unsampled(self, opened: PreparedCall, text: str) -> AgentCall:
         """A call that the server answers with `text`, without the policy; the call is not added to the tree."""
         token_ids = self._chat.plain(text)
         n = len(token_ids)
         response = Response(token_ids, np.zeros(n, np.float32), np.zeros(n, np.bool_), np.full(n, NO_VERSION, np.int64))
         return self._call(opened, response, Reply(text, "", ()), "", "stop")
 
-    def _call(self, opened: PreparedCall, response: Response, reply: Reply, body: str, stop_reason: str) -> Call:
-        return Call(
+    def _call(self, opened: PreparedCall, response: Response, reply: Reply, body: str, stop_reason: str) -> AgentCall:
+        return AgentCall(
             self._new_name(),
             opened.parent,
             opened.how,
@@ -348,7 +343,7 @@ class ConversationTree:
             named=opened.named,
         )
 
-    def replayed(self, body: str, is_retry: bool = False, tools: Sequence[Tool] = ()) -> Call | None:
+    def replayed(self, body: str, is_retry: bool = False, tools: Sequence[Tool] = ()) -> AgentCall | None:
         """The earlier call that answers a repeated request; None if the policy has to be called. `tools`: the request's
         tools.
 
@@ -363,7 +358,7 @@ class ConversationTree:
             call.reply, call.is_restored = self._reply(sampled, not call.after, tools), False
         return call
 
-    def _received(self, messages: Sequence[Message], echoed: Collection[str]) -> list[Call]:
+    def _received(self, messages: Sequence[Message], echoed: Collection[str]) -> list[AgentCall]:
         """Calls whose delivery is unknown but whose replies the client sends back, even if other messages changed."""
         if not (unknown := [call for call in self.calls if not call.delivered]):
             return []
@@ -393,11 +388,11 @@ def _note_of(step: Step, place: int) -> CallNote:
     return note
 
 
-def _best(calls: Sequence[Call], echoed: set[str]) -> Call:
+def _best(calls: Sequence[AgentCall], echoed: set[str]) -> AgentCall:
     """The call of which the client sent back the most ids, including ids of its ancestors; among calls
     with equally many ids, a delivered call, then the newest."""
 
-    def rank(call: Call) -> tuple[int, bool]:
+    def rank(call: AgentCall) -> tuple[int, bool]:
         return sum(of.name in echoed for of in call.path()), call.delivered
 
     return max(reversed(calls), key=rank) if len(calls) > 1 else calls[0]

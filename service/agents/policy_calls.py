@@ -18,7 +18,7 @@ from functools import partial
 import xxhash
 from aiohttp import web
 
-from service.agents.conversation_tree import Call, PreparedCall
+from service.agents.conversation_tree import AgentCall, PreparedCall
 from service.agents.dialects.body import parse_body
 from service.agents.dialects.chat import CHAT
 from service.agents.dialects.dialect import MODEL, CallAnswer, CallRequest, Dialect, Refused
@@ -40,7 +40,6 @@ DIALECTS: Mapping[str, Dialect] = {
     "/inference/v1/generate": GENERATE,
 }
 """The dialect of each path at which clients call the policy."""
-COUNT_TOKENS = "/v1/messages/count_tokens"
 IGNORED_HEADER = "X-Baton-Ignored"
 """Header of an answer; its value names the fields of the request that had no effect."""
 SAMPLE_HEADER = "X-Baton-Sample"
@@ -49,14 +48,12 @@ MAX_NOTED = 128
 """Maximum number of ignored fields that are logged; bounded because clients choose the names."""
 
 
-class Calls:
+class PolicyCalls:
     """Answers all HTTP requests that call the policy, in all sessions."""
 
     def __init__(self, requests: Requests, named_roles: Sequence[str], structured: str) -> None:
         """`named_roles`: see `role_named`; `structured`: the setting `agents.structured`."""
-        self._requests = requests
-        self._named_roles = named_roles
-        self._structured = structured
+        self._requests, self._named_roles, self._structured = requests, named_roles, structured
         self._noted: set[tuple[str, str]] = set()
         """Ignored fields that were logged, with their dialects."""
         self.answered: Counter[tuple[str, str]] = Counter()
@@ -90,7 +87,7 @@ class Calls:
 
     async def _begin(
         self, dialect: Dialect, request: web.Request, session: Session
-    ) -> tuple[Sequence[asyncio.Future[Call]], CallRequest]:
+    ) -> tuple[Sequence[asyncio.Future[AgentCall]], CallRequest]:
         """Begin the calls of a request; returns them, and the request without its prompt.
 
         Requests of one session begin their calls one after the other.
@@ -99,9 +96,12 @@ class Calls:
 
         def read(raw: bytes) -> tuple[CallRequest, PreparedCall, str]:
             body = parse_body(raw)
-            asked = self._with_forms(dialect.read(body))._replace(model=str(body.get("model") or MODEL))
-            if asked.tools and not session.tree.shows_tools:
-                asked = asked._replace(ignored=(*asked.ignored, "tools"))
+            asked = dialect.read(body)
+            if asked.forms and self._structured == "refuse":
+                raise Refused(400, asked.forms[0], "answers have no prescribed form; see agents.structured")
+            hidden = ("tools",) if asked.tools and not session.tree.shows_tools else ()
+            ignored = (*asked.ignored, *asked.forms, *hidden)
+            asked = asked._replace(model=str(body.get("model") or MODEL), ignored=ignored)
             name = f"{dialect.name}/{xxhash.xxh3_128_hexdigest(raw)}"
             if of := request.headers.get(SAMPLE_HEADER):
                 name += f"/{xxhash.xxh3_64_hexdigest(of.encode(errors='surrogateescape'))}"
@@ -116,16 +116,6 @@ class Calls:
                 raise session.too_long(refused.reason) from refused
             raise
         return calls, asked._replace(messages=(), prompt=None)
-
-    def _with_forms(self, asked: CallRequest) -> CallRequest:
-        """The request with the forms that it asks for among its ignored fields.
-
-        Raises:
-            Refused: `agents.structured` refuses a form.
-        """
-        if asked.forms and self._structured == "refuse":
-            raise Refused(400, asked.forms[0], "answers have no prescribed form; see agents.structured")
-        return asked._replace(ignored=(*asked.ignored, *asked.forms))
 
     def _note(self, dialect: Dialect, ignored: Sequence[str]) -> None:
         """Log ignored fields, each once, until there are `MAX_NOTED`."""

@@ -15,8 +15,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 from aiohttp import web
@@ -32,8 +31,8 @@ Result = TypeVar("Result")
 
 TOO_LARGE, NO_ROOM = 413, 503
 """HTTP statuses: the body is too large; there is no room for it."""
-MAX_BODY_BYTES = 16 << 20
-"""Maximum bytes of a request's body on any route."""
+MAX_END_BYTES = 1 << 20
+"""Maximum bytes of a request's body that is no prompt."""
 BODY_SECONDS = 60.0
 """Seconds in which a client must send a request's body."""
 LARGE_BYTES = 16 << 10
@@ -44,9 +43,6 @@ MAX_OPEN_BODIES = 8
 times as much memory as its bytes."""
 ROOM_SECONDS = 30.0
 """Maximum seconds that a large body waits for room."""
-THREADS = 2
-"""Number of threads that parse and render. Only one runs Python at a time, but the tokenizer releases the
-interpreter."""
 KEY_HEADERS = ("x-api-key", "api-key", "x-goog-api-key")
 """Headers in which clients of Anthropic, Azure and Google send the key."""
 ROLE_HEADER = "X-Baton-Role"
@@ -68,11 +64,6 @@ class Requests:
         self.undelivered = 0
         """Number of answers whose client disconnected."""
         self._room = asyncio.Semaphore(MAX_OPEN_BODIES)
-        self._threads = ThreadPoolExecutor(THREADS, "baton-agent-body")
-
-    def close(self) -> None:
-        """End the threads that read large bodies, without waiting for their current work."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def session(self, request: web.Request) -> Session:
         """The open session of the request's key.
@@ -80,7 +71,7 @@ class Requests:
         Raises:
             Refused: 401 for an unknown key, 409 for the key of a session that ended.
         """
-        session = request[SESSION] = self.sessions.find(_key(request))
+        session = self.managed(request)
         session.check_open()
         return session
 
@@ -100,62 +91,46 @@ class Requests:
         return self.sessions.finished_with(_key(request))
 
     @asynccontextmanager
-    async def body(self, request: web.Request, most: int) -> AsyncIterator[bytes]:
+    async def body(self, request: web.Request, most: int = MAX_END_BYTES) -> AsyncIterator[bytes]:
         """Yield the request's decompressed body of up to `most` bytes; a large one keeps its room until the block ends.
 
         Raises:
             Refused: the body is too large (413), late (408), or cannot be read (400); there is no room for it
                 (503).
         """
-        is_known = request.content_length is not None and "content-encoding" not in request.headers
-        if is_known and int(request.content_length or 0) > most:
-            raise _too_large(most)
-        is_large = not is_known or int(request.content_length or 0) > LARGE_BYTES
-        async with self._with_room() if is_large else nullcontext():
+        length = None if "content-encoding" in request.headers else request.content_length
+        async with AsyncExitStack() as held:
+            try:
+                if length is None or length > LARGE_BYTES:
+                    async with asyncio.timeout(ROOM_SECONDS):
+                        await held.enter_async_context(self._room)
+            except TimeoutError as error:
+                reason = f"{MAX_OPEN_BODIES} other large bodies were in the way for {ROOM_SECONDS:.0f} s"
+                raise Refused(NO_ROOM, None, reason, "overloaded") from error
             try:
                 async with asyncio.timeout(BODY_SECONDS):
-                    raw = await request.read()
+                    raw = await request.clone(client_max_size=most).read()
             except TimeoutError as error:
                 raise Refused(408, None, f"the body did not come within {BODY_SECONDS:.0f} s") from error
             except web.HTTPRequestEntityTooLarge as error:
-                raise _too_large(MAX_BODY_BYTES) from error
+                raise Refused(TOO_LARGE, None, f"the body has more than {most} bytes") from error
             except (web.RequestPayloadError, ValueError) as error:  # ValueError: it cannot be decompressed
                 raise Refused(400, None, f"the body cannot be read: {error}") from error
-            if len(raw) > most:
-                raise _too_large(most)
             yield raw
-
-    @asynccontextmanager
-    async def _with_room(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(ROOM_SECONDS):
-                await self._room.acquire()
-        except TimeoutError as error:
-            reason = f"{MAX_OPEN_BODIES} other large bodies were in the way for {ROOM_SECONDS:.0f} s"
-            raise Refused(NO_ROOM, None, reason, "overloaded") from error
-        try:
-            yield
-        finally:
-            self._room.release()
 
     @asynccontextmanager
     async def prompt(
         self, request: web.Request, session: Session, read: Callable[[bytes], Result]
     ) -> AsyncIterator[Result]:
         """Read a body that may be as large as a prompt, and yield the result of `read`, a function of the body. No call
-        is added to the session until the `with` block ends.
-
-        A large body is handled in a thread. `read` must not change any state, because it keeps running if the caller is
-        cancelled.
+        is added to the session until the `with` block ends. A large body is handled in a thread; `read` must not change
+        any state, because it keeps running if the caller is cancelled.
 
         Raises:
             Refused: as in `body`.
         """
         async with self.body(request, session.most_body_bytes) as raw, session.opening:
-            if len(raw) < LARGE_BYTES:
-                yield read(raw)
-            else:
-                yield await asyncio.get_running_loop().run_in_executor(self._threads, read, raw)
+            yield read(raw) if len(raw) < LARGE_BYTES else await asyncio.to_thread(read, raw)
 
     async def refuse(self, request: web.Request, dialect: Dialect, refused: Refused) -> web.StreamResponse:
         """Count and log a refused request, and answer it with an error in the form of the client's API. If a stream has
@@ -172,10 +147,6 @@ class Requests:
         if is_connected(request):
             await stream.write(dialect.error_event(refused))
         return stream
-
-
-def _too_large(most: int) -> Refused:
-    return Refused(TOO_LARGE, None, f"the body has more than {most} bytes")
 
 
 def is_retry(request: web.Request) -> bool:

@@ -1,40 +1,49 @@
 """The endpoint: agents call the policy over HTTP, each in its own API dialect, with the key of its session.
 
-server.py        connections and paths
-requests.py      keys, bodies, refusals
-policy_calls.py  calls of the policy
-routes.py        requests that do not call the policy: tokens, models, ends of sessions
+/v1/...  /inference/v1/generate                                      calls of the policy (policy_calls.py)
+/v1/messages/count_tokens  /v1/models                                for clients that count tokens before they call
+/rl/sessions/ID            .../reward          .../finish            for agents that finish their own session
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import xxhash
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from aiohttp.web_protocol import RequestHandler
 
+from service.agents.dialects.body import parse_body
 from service.agents.dialects.chat import CHAT
-from service.agents.dialects.dialect import Dialect, Refused, openai_error
-from service.agents.dialects.messages import MESSAGES
-from service.agents.policy_calls import COUNT_TOKENS, DIALECTS, Calls
-from service.agents.requests import MAX_BODY_BYTES, STREAM, Requests
-from service.agents.routes import Routes
+from service.agents.dialects.dialect import MODEL, Dialect, Refused, openai_error
+from service.agents.dialects.messages import MESSAGES, read_to_count
+from service.agents.policy_calls import DIALECTS, PolicyCalls
+from service.agents.requests import NO_ROOM, STREAM, Requests
+from service.agents.session import Outcome, Session
 from service.agents.sessions import Sessions
+from service.handoff.steps.values import NEEDED
+from service.rollout.environment import is_text
+from service.rollout.plain_values import NotAllowed
 
 log = logging.getLogger(__name__)
 
+COUNT_TOKENS = "/v1/messages/count_tokens"
 NAMED = "/s/{session}"
 """Optional prefix of a path, which names the session."""
 FIRST_SECONDS = 30.0
 """Seconds in which a new connection must send its first request."""
 IDLE_SECONDS = 30.0
 """Seconds without a request after which a connection is closed."""
+LINGER_SECONDS = 2.0
+"""Seconds in which the rest of a refused body is read, so that its client sees the refusal."""
 UNREAD_SECONDS = 60.0
 """Seconds after which a connection is closed if its client reads nothing of the answer that is being sent."""
 MAX_CONNECTIONS = 4096
@@ -47,17 +56,14 @@ class Endpoint:
     """Serves the sessions of one generator."""
 
     def __init__(
-        self,
-        sessions: Sessions,
-        max_model_len: int,
-        structured: str,
-        named_roles: Sequence[str] = (),
+        self, sessions: Sessions, max_model_len: int, structured: str, named_roles: Sequence[str] = ()
     ) -> None:
-        """`max_model_len`: maximum tokens of a prompt and its
-        response; `structured`: the setting `agents.structured`; `named_roles`: see `role_named`."""
+        """`max_model_len`: maximum tokens of a prompt and its response; `structured`: the setting `agents.structured`;
+        `named_roles`: see `role_named`."""
         self.requests = Requests(sessions)
-        self.calls = Calls(self.requests, named_roles, structured)
-        self._routes = Routes(self.requests, max_model_len)
+        self.calls = PolicyCalls(self.requests, named_roles, structured)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "baton"}
+        self._model = {**model, "max_model_len": max_model_len}
         self._silent: dict[Any, asyncio.TimerHandle] = {}
         """Connections that have sent no request yet, each with the timer that closes it."""
         self._runner: web.AppRunner | None = None
@@ -67,13 +73,18 @@ class Endpoint:
         """Listen, and return the address that clients call, such as `http://127.0.0.1:41234`."""
         silent = logging.getLogger(f"{__name__}.http")  # aiohttp's log may quote requests, and therefore keys
         silent.setLevel(logging.CRITICAL + 1)
-        runner = self._runner = web.AppRunner(
-            self.application(),
-            access_log=None,
-            logger=silent,
-            shutdown_timeout=1.0,
-            keepalive_timeout=IDLE_SECONDS,
-        )
+        app = web.Application(middlewares=[self._answered])
+        for prefix in ("", NAMED):
+            self.calls.add_routes(app.router, prefix)
+            app.router.add_post(prefix + COUNT_TOKENS, self._count_tokens)
+            app.router.add_get(f"{prefix}/v1/models", self._show_models)
+            app.router.add_get(f"{prefix}/v1/models/{{model}}", self._show_models)
+        # The key of a request selects the session, not the name in the path.
+        app.router.add_get(path := "/rl/sessions/{session}", self._show)
+        app.router.add_post(f"{path}/reward", self._reward)
+        app.router.add_post(f"{path}/finish", self._finish)
+        seconds: dict[str, Any] = {"keepalive_timeout": IDLE_SECONDS, "lingering_time": LINGER_SECONDS}
+        runner = self._runner = web.AppRunner(app, access_log=None, logger=silent, shutdown_timeout=1.0, **seconds)
         await runner.setup()
         loop, server = asyncio.get_running_loop(), runner.server
         if server is None:
@@ -91,18 +102,6 @@ class Endpoint:
             self._listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
-        self.requests.close()
-
-    def application(self) -> web.Application:
-        """The web application with all routes."""
-        app = web.Application(middlewares=[self._answered], client_max_size=MAX_BODY_BYTES)
-        for prefix in ("", NAMED):
-            self.calls.add_routes(app.router, prefix)
-            self._routes.add_token_routes(app.router, prefix)
-        self._routes.add_session_routes(app.router)
-        return app
-
-    # -- connections --------------------------------------------------------------------------------------------------
 
     def _accept(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:
         """Accept a connection, with a timeout for silent clients: these would otherwise hold a file descriptor for
@@ -134,6 +133,9 @@ class Endpoint:
         except ConnectionError:  # the client has left
             self.requests.undelivered += 1
             response = request.get(STREAM) or web.Response()
+        except NotAllowed as wrong:  # in the body with which an agent ends its session
+            field = re.split(r"\W", wrong.detail, maxsplit=1)[0]
+            response = await self.requests.refuse(request, dialect, Refused(400, field, wrong.detail))
         except Exception:  # a bug, or the engine died: the client gets an error in its dialect
             log.exception("a request of dialect %s failed", dialect.name)
             response = await self.requests.refuse(request, dialect, Refused(500, None, "the endpoint failed"))
@@ -141,8 +143,86 @@ class Endpoint:
             response.force_close()
         return response
 
+    # -- requests without the policy ----------------------------------------------------------------------------------
+
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        """Count the prompt tokens that a call with the same body would have."""
+        session = self.requests.session(request)
+
+        def read(raw: bytes) -> int:
+            return len(session.opened(read_to_count(parse_body(raw))).prompt_ids)
+
+        async with self.requests.prompt(request, session, read) as n_tokens:
+            return web.json_response({"input_tokens": n_tokens})
+
+    async def _show_models(self, request: web.Request) -> web.StreamResponse:
+        self.requests.session(request)
+        is_list = "model" not in request.match_info
+        return web.json_response({"object": "list", "data": [self._model]} if is_list else self._model)
+
+    async def _show(self, request: web.Request) -> web.StreamResponse:
+        session = self.requests.managed(request)
+        return web.json_response({"session": session.name, "state": session.state, "calls": session.n_steps})
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        """Note the reward of a session that is finished without one."""
+        session = self.requests.managed(request)
+        async with self.requests.body(request) as raw:
+            body = parse_body(raw)
+        outcome = _outcome(body)
+        session.rewards_of_calls(outcome)
+        session.check_open()
+        session.posted = outcome.reward
+        return web.json_response({})
+
+    async def _finish(self, request: web.Request) -> web.StreamResponse:
+        """Finish a session; the answer comes once the buffer has answered about the trajectory's end. A repeated
+        request with the same body changes nothing.
+
+        Raises:
+            Refused: 409 if the session is over or was finished with another body, or if the buffer refused the end;
+                503 if the buffer was not asked.
+        """
+        session: Session | None = None
+        try:
+            session = self.requests.managed(request)
+        except Refused:
+            if not self.requests.finished_with(request):
+                raise
+        async with self.requests.body(request) as raw:
+            body = parse_body(raw)
+        digest = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+        before = self.requests.finished_with(request)
+        if before not in ("", digest):
+            raise Refused(409, None, "the session was finished with another body")
+        if session is not None:
+            if not before:
+                if not is_text(transcript := body.get("transcript", "")):
+                    raise Refused(400, "transcript", "is a text")
+                session.end(_outcome(body), session.transcript or transcript)
+                self.requests.sessions.finished(session, digest)
+            await asyncio.wait({session.recorded})
+            if session.recorded.cancelled():
+                raise Refused(NO_ROOM, None, "the buffer was not asked; send the request again")
+            if not session.recorded.result():
+                self.requests.sessions.finished(session, "")
+                raise Refused(409, None, "the buffer wants no more of this trajectory")
+        return web.json_response({})
+
 
 def _dialect(request: web.Request) -> Dialect:
     resource = request.match_info.route.resource
     path = "" if resource is None else resource.canonical.removeprefix(NAMED)
     return MESSAGES if path == COUNT_TOKENS else DIALECTS.get(path, CHAT)
+
+
+def _outcome(body: Mapping[str, Any]) -> Outcome:
+    """The result of a trajectory in a request: its reward, its status, and further numbers.
+
+    Raises:
+        Refused: the reward is a bool.
+        NotAllowed: a value is not allowed.
+    """
+    if isinstance(body.get("reward"), bool):
+        raise Refused(400, "reward", f"{NEEDED} is needed")
+    return Outcome(**{name: body[name] for name in Outcome._fields if name in body}).plain()

@@ -15,10 +15,10 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from service.agents.call_roles import roles_of
-from service.agents.conversation_tree import Call, ConversationTree, PreparedCall
+from service.agents.conversation_tree import AgentCall, ConversationTree, PreparedCall
 from service.agents.dialects.dialect import CallRequest, Refused
 from service.errors import in_one_line
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
@@ -35,10 +35,10 @@ from service.types import Int32s, Step, Steps, TrajectoryId
 
 log = logging.getLogger(__name__)
 
-MIN_BODY_BYTES, BYTES_PER_TOKEN = 64 << 10, 16
-"""Maximum bytes of a body: a constant, plus bytes for each token that a prompt may have. Texts have about 4 bytes per
-token, escaped texts up to 12. A larger body is refused before its messages are rendered, because that would block the
-event loop for about a second per MB."""
+MIN_BODY_BYTES, BYTES_PER_TOKEN, MAX_BODY_BYTES = 64 << 10, 16, 16 << 20
+"""Maximum bytes of a call's body: a constant, plus bytes for each token that a prompt may have, up to a maximum. Texts
+have about 4 bytes per token, escaped texts up to 12. A larger body is refused before its messages are rendered, because
+that would block the event loop for about a second per MB."""
 REASON_CHARACTERS = 1000
 """Maximum characters of the reason for which an agent's run failed."""
 MAX_LOGGED, SHOWN = 20, 80
@@ -56,7 +56,7 @@ response."""
 class Outcome(NamedTuple):
     """The result of an agent's run."""
 
-    reward: float | None
+    reward: float | None = None
     """The reward of the trajectory; None if nobody gave one."""
     status: Status = "ok"
     info: Mapping[str, float] = {}
@@ -66,6 +66,24 @@ class Outcome(NamedTuple):
     """Why the agent's run failed, or a note on how it ended; empty if there is nothing to say."""
     exit_code: int | None = None
     """Exit code of the agent's process."""
+
+    def plain(self) -> Outcome:
+        """The same result in plain Python values; an agent's code or a request may have given any.
+
+        Raises:
+            NotAllowed: a value has another type, or is out of range.
+        """
+        if type(self.status) is not str or self.status not in get_args(Status):
+            allowed = ", ".join(get_args(Status))
+            raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"status is one of {allowed}")
+        if type(self.reason) is not str or type(self.exit_code) not in (int, type(None)):
+            raise NotAllowed(StopReason.ENVIRONMENT_ERROR, "reason is a text, exit_code a whole number or None")
+        named = plain_info(self.rewards, "rewards").items()
+        rewards = {name: plain_reward(number, f"rewards[{name!r:.80}]") for name, number in named}
+        reward = None if self.reward is None else plain_reward(self.reward)
+        return Outcome(
+            reward, self.status, plain_info(self.info), rewards, self.reason[:REASON_CHARACTERS], self.exit_code
+        )
 
 
 class Session:
@@ -122,7 +140,7 @@ class Session:
         """Number of steps and of calls that are being sampled."""
         self._cut = StopReason.STOP
         """Why the newest request got no call; `STOP` if it got one."""
-        self._flying: dict[str, asyncio.Task[Call]] = {}
+        self._flying: dict[str, asyncio.Task[AgentCall]] = {}
         """Calls that are being sampled, by the request's body."""
         self._in_order = asyncio.Lock()
         """Held from when a call gets its number until its step is accepted, so that the journalled steps have no
@@ -156,7 +174,7 @@ class Session:
         """
         if self._cut != StopReason.STOP:
             return self._cut
-        lengths: dict[Call, int] = {}
+        lengths: dict[AgentCall, int] = {}
         for call, role in zip(self.tree.calls, roles_of(self.tree.calls), strict=True):
             if role == Role.MAIN:
                 lengths[call] = 1 + (lengths.get(call.parent, 0) if call.parent else 0)
@@ -188,8 +206,8 @@ class Session:
 
     @property
     def most_body_bytes(self) -> int:
-        """Maximum bytes of a request's body; the prompt in a larger body is taken to be too long."""
-        return MIN_BODY_BYTES + BYTES_PER_TOKEN * self._limits.max_input_length
+        """Maximum bytes of a call's body; the prompt in a larger body is taken to be too long."""
+        return min(MIN_BODY_BYTES + BYTES_PER_TOKEN * self._limits.max_input_length, MAX_BODY_BYTES)
 
     def too_long(self, what: str) -> Refused:
         """The refusal of a prompt that is too long; the trajectory counts as truncated unless a call follows.
@@ -236,7 +254,7 @@ class Session:
 
     def begin(
         self, asked: CallRequest, opened: PreparedCall, body: str, is_retry: bool = False
-    ) -> asyncio.Future[Call]:
+    ) -> asyncio.Future[AgentCall]:
         """Begin the call of the policy that answers the request `asked`, whose prompt is `opened`; returns a future of
         the call.
 
@@ -248,7 +266,6 @@ class Session:
             Refused: the session has ended, or the prompt is too long.
         """
         self.check_open()
-        self.hear()
         if (flying := self._flying.get(body)) is not None:
             return flying
         if (known := self.tree.replayed(body, is_retry, opened.tools)) is not None:
@@ -330,7 +347,7 @@ class Session:
         try:
             if type(transcript) is not str:
                 raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"transcript is a {type_name(transcript)}, and no text")
-            self.end(plain_outcome(reward, status, info, rewards, reason, exit_code), transcript)
+            self.end(Outcome(reward, status, info, rewards, reason, exit_code).plain(), transcript)
         except NotAllowed as refused:
             self.check_open()
             self.close(TrajectoryFailed(refused.reason, f"session.finish: {refused.detail}"))
@@ -366,7 +383,7 @@ class Session:
         for task in self._flying.values():
             task.cancel()
 
-    async def _call(self, opened: PreparedCall, body: str, most: int, reserved: int) -> Call:
+    async def _call(self, opened: PreparedCall, body: str, most: int, reserved: int) -> AgentCall:
         """Sample a call for which `reserved` tokens are reserved; any failure ends the session."""
         try:
             request_id = f"{self.trajectory}/{body}"
@@ -387,7 +404,7 @@ class Session:
             raise
         return call
 
-    def _step(self, call: Call, generation: Generation) -> Step:
+    def _step(self, call: AgentCall, generation: Generation) -> Step:
         """Make the step of a call, which extends an earlier step."""
         response, extends = call.response, self.tree.reference(call)
         n_shared = extends.length if extends is not None else 0
@@ -410,35 +427,11 @@ class Session:
             note=call.note,
         )
 
-    def _landed(self, body: str, task: asyncio.Task[Call]) -> None:
+    def _landed(self, body: str, task: asyncio.Task[AgentCall]) -> None:
         del self._flying[body]
+        self.hear()  # from now on its agent is silent
         if not task.cancelled():
             task.exception()  # read the result here too, because the client may have left
-
-
-def plain_outcome(
-    reward: Any = None,
-    status: Any = "ok",
-    info: Any = None,
-    rewards: Any = None,
-    reason: Any = "",
-    exit_code: Any = None,
-) -> Outcome:
-    """Check the result that an agent's code or a request gave, and convert it to plain Python values.
-
-    Raises:
-        NotAllowed: a value has another type, or is out of range.
-    """
-    if type(status) is not str or status not in get_args(Status):
-        allowed = ", ".join(get_args(Status))
-        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"status is one of {allowed}")
-    given = {
-        name: plain_reward(number, f"rewards[{name!r:.80}]") for name, number in plain_info(rewards, "rewards").items()
-    }
-    if type(reason) is not str or type(exit_code) not in (int, type(None)):
-        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, "reason is a text, exit_code a whole number or None")
-    number = None if reward is None else plain_reward(reward)
-    return Outcome(number, status, plain_info(info), given, reason[:REASON_CHARACTERS], exit_code)  # type: ignore[arg-type]
 
 
 def kept_transcript(text: str) -> bytes:
@@ -452,7 +445,7 @@ def kept_transcript(text: str) -> bytes:
     return b"".join(part.decode(errors="ignore").encode() for part in parts)  # drops an incomplete character
 
 
-def _done(call: Call) -> asyncio.Future[Call]:
-    done: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
+def _done(call: AgentCall) -> asyncio.Future[AgentCall]:
+    done: asyncio.Future[AgentCall] = asyncio.get_running_loop().create_future()
     done.set_result(call)
     return done

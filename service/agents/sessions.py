@@ -30,7 +30,7 @@ MAX_ENDED = 4096
 """Maximum number of ended sessions that are remembered."""
 
 
-class Ended(NamedTuple):
+class EndedSession(NamedTuple):
     """A session that ended, as a line of the file of ended sessions stores it."""
 
     name: str
@@ -48,7 +48,7 @@ class Sessions:
         ended sessions are forgotten when the process ends."""
         self._open: dict[str, Session] = {}
         """Open sessions by name; `_ended` is by name too."""
-        self._ended: dict[str, Ended] = {}
+        self._ended: dict[str, EndedSession] = {}
         self._names: dict[str, str] = {}
         """Names by the digest of the key, so that the duration of a look-up reveals nothing about the keys."""
         self.counts: Counter[str] = Counter()
@@ -58,8 +58,8 @@ class Sessions:
         self._file = file if file is not None and file.parent.is_dir() else None
         if self._file is not None and self._file.exists():
             for line in self._file.read_text("ascii", errors="replace").splitlines():
-                if len(parts := line.split(" ")) == len(Ended._fields):  # else the writer of the line was killed
-                    self._keep(Ended(*parts))
+                if len(parts := line.split(" ")) == len(EndedSession._fields):  # else the writer of the line was killed
+                    self._keep(EndedSession(*parts))
             self._rewrite(self._file)
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class Sessions:
     def finished(self, session: Session, body: str) -> None:
         """Record that a session has ended. `body` is the digest of the body with which a client finished the session;
         it is empty if no client did."""
-        ended = Ended(session.name, _digest(session.key), body)
+        ended = EndedSession(session.name, _digest(session.key), body)
         self._keep(ended)
         try:
             if self._file is not None:
@@ -127,7 +127,7 @@ class Sessions:
         ended = self._ended.get(self._names.get(_digest(key), ""))
         return "" if ended is None else ended.body
 
-    def _keep(self, ended: Ended) -> None:
+    def _keep(self, ended: EndedSession) -> None:
         self._forget(ended.name)
         self._ended[ended.name], self._names[ended.key] = ended, ended.name
         if len(self._ended) > MAX_ENDED:
@@ -153,5 +153,5 @@ def _digest(key: str) -> str:
     return sha256(key.encode(errors="surrogatepass")).hexdigest()
 
 
-def _line(ended: Ended) -> str:
+def _line(ended: EndedSession) -> str:
     return f"{' '.join(ended)}\n"

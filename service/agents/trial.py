@@ -18,7 +18,7 @@ import numpy as np
 
 from service.agents.agents import Agents
 from service.agents.call_roles import roles_of
-from service.agents.conversation_tree import Call
+from service.agents.conversation_tree import AgentCall
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import generation_of
 from service.rollout.engine import Generation, Sampling
@@ -86,7 +86,7 @@ class Trial:
         return True
 
 
-def told(call: Call, role: str) -> str:
+def told(call: AgentCall, role: str) -> str:
     """A call as a line of text, as in the module's example."""
     begins = HOW[call.how] if call.parent is None else f"continues {call.parent.index}"
     calls = [f"{name}({json.dumps(dict(arguments)):.{SHOWN}})" for name, arguments in call.reply.calls]

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from actors.engine.agents import VllmParser
-from service.agents.reply_parser import JsonCalls, Reply
+from service.agents.messages_and_replies import JsonCalls, Reply
 from service.errors import UserError
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tools import ToolCall

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from service.agents.dialects.dialect import Refused
+from service.agents.dialects.dialect import CallRequest, Refused
 from service.rollout.chat.chat import Tool
 from service.rollout.chat.tools import read_json
 
@@ -59,12 +59,21 @@ class CommonFields(Struct, kw_only=True):
 
     model: str | None = None
     stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none", "required", "any"] | ToolChoice | None = None
 
     @property
     def choice(self) -> str:
         """The kind of `tool_choice`: `auto`, `none`, or a kind that forces a call."""
         return self.tool_choice.type if isinstance(self.tool_choice, ToolChoice) else self.tool_choice or "auto"
+
+
+class Function(Struct):
+    """A tool of a client."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class _Format(Struct):
@@ -134,6 +143,21 @@ def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -
     return request
 
 
+def call_request(
+    body: Mapping[str, Any], request: CommonFields, kinds: Collection[str], tools: Iterable[Function], **own: Any
+) -> CallRequest:
+    """The request of a client: what all dialects read alike, its `tools`, and the dialect's `own` fields; `kinds`:
+    types of tools that the client runs and describes."""
+    return CallRequest(
+        tools=list(map(_template_form, tools)),
+        stream=bool(request.stream),
+        may_call=request.choice != "none",
+        forms=_forms_of(body, request),
+        ignored=ignored_fields(body, type(request), kinds),
+        **own,
+    )
+
+
 def ignored_fields(body: Mapping[str, Any], shape: type[Struct], tools: Collection[str] = ()) -> tuple[str, ...]:
     """The names of the request's fields that have no effect, in order: fields that the schema does not have, and, if
     `tools` is not empty, tools whose type is not in `tools`."""
@@ -150,7 +174,7 @@ def ignored_fields(body: Mapping[str, Any], shape: type[Struct], tools: Collecti
     return tuple(islice(filter(FIELD_NAME.fullmatch, chain(names, left_out)), MAX_NAMED))
 
 
-def forms_of(body: Mapping[str, Any], request: CommonFields) -> tuple[str, ...]:
+def _forms_of(body: Mapping[str, Any], request: CommonFields) -> tuple[str, ...]:
     """The fields with which a request prescribes the form of its answer: JSON of a schema, or a call of a tool. The
     policy answers freely, so that a badly formed answer can be trained on; see `agents.structured`.
 
@@ -200,13 +224,11 @@ def _is_left_out(tool: Mapping[str, Any], kinds: Collection[str]) -> bool:
     return isinstance(kind := tool.get("type"), str) and kind not in kinds
 
 
-def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Tool:
+def _template_form(tool: Function) -> Tool:
     """A tool in the form of chat templates, the same for every dialect."""
-    told = {} if description is None else {"description": description}
-    return {
-        "type": "function",
-        "function": {"name": name, **told, "parameters": parameters or {"type": "object", "properties": {}}},
-    }
+    told = {} if tool.description is None else {"description": tool.description}
+    parameters = tool.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": tool.name, **told, "parameters": parameters}}
 
 
 def taken_begun(messages: list[dict[str, Any]], continues: bool) -> str:

@@ -16,11 +16,10 @@ from msgspec import Meta, Struct
 from service.agents.dialects.body import (
     CommonFields,
     Content,
+    Function,
     Name,
     Positive,
-    forms_of,
-    function_tool,
-    ignored_fields,
+    call_request,
     own_tools,
     read_request,
     taken_begun,
@@ -32,14 +31,8 @@ TOOLS = ("function",)
 """Types of tools that the client runs and describes."""
 
 
-class _Function(Struct):
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class _Tool(Struct, tag_field="type", tag="function"):
-    function: _Function
+class _ChatTool(Struct, tag_field="type", tag="function"):
+    function: Function
 
 
 class _Called(Struct):
@@ -47,18 +40,18 @@ class _Called(Struct):
     arguments: str | dict[str, Any] | None = None
 
 
-class _Call(Struct):
+class _ChatCall(Struct):
     function: _Called
     id: str | None = None
     type: Literal["function"] | None = None
 
 
-class _Message(Struct):
+class _ChatMessage(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
     reasoning_content: Content = None
     reasoning: Content = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_ChatCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -66,9 +59,8 @@ class _StreamOptions(Struct):
     include_usage: bool | None = None
 
 
-class _Request(CommonFields, kw_only=True):
-    messages: Annotated[list[_Message], Meta(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+class _ChatRequest(CommonFields, kw_only=True):
+    messages: Annotated[list[_ChatMessage], Meta(min_length=1)]
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -82,24 +74,21 @@ class _Request(CommonFields, kw_only=True):
 
 def read(body: Mapping[str, Any]) -> CallRequest:
     """Read the request; a client that asks for ids in either form gets ids and log-probabilities together."""
-    request = read_request(body, _Request)
-    functions = (tool.function for tool in own_tools(request.tools, _Tool, TOOLS))
-    tools = [function_tool(one.name, one.description, one.parameters) for one in functions]
+    request = read_request(body, _ChatRequest)
     messages = [_message(message) for message in request.messages]
     begun = taken_begun(messages, bool(request.continue_final_message))
-    return CallRequest(
+    return call_request(
+        body,
+        request,
+        TOOLS,
         messages=messages,
         begun=begun,
-        tools=tools,
-        stream=bool(request.stream),
+        tools=(tool.function for tool in own_tools(request.tools, _ChatTool, TOOLS)),
         max_tokens=request.max_completion_tokens or request.max_tokens,
         wants_ids=bool(request.return_token_ids or request.return_tokens_as_token_ids),
         wants_logprobs=bool(request.logprobs),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
-        may_call=request.choice != "none",
-        forms=forms_of(body, request),
         n=request.n or 1,
-        ignored=ignored_fields(body, _Request, TOOLS),
     )
 
 
@@ -144,7 +133,7 @@ def _pieces(answer: CallAnswer, asked: CallRequest) -> Iterator[dict[str, Any]]:
     yield {"delta": {}, "finish_reason": answer.finish}
 
 
-def _message(message: _Message) -> dict[str, Any]:
+def _message(message: _ChatMessage) -> dict[str, Any]:
     read: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
     if thinking := text_of(message.reasoning_content) or text_of(message.reasoning):
         read["reasoning_content"] = thinking

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from service.agents.conversation_tree import Call
+from service.agents.conversation_tree import AgentCall
 from service.errors import UserError
 from service.rollout.chat.chat import Tool
 from service.types import Int32s
@@ -60,7 +60,7 @@ class CallRequest(NamedTuple):
 class CallAnswer(NamedTuple):
     """One call of the policy, with the data for the client's answer."""
 
-    call: Call
+    call: AgentCall
     created: int
     """Time of the answer, in seconds since 1970."""
     others: Sequence[CallAnswer] = ()

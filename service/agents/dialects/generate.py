@@ -21,7 +21,7 @@ class _Sampling(Struct, kw_only=True):
     max_tokens: Positive | None = None
 
 
-class _Request(Struct, kw_only=True):
+class _GenerateRequest(Struct, kw_only=True):
     token_ids: TokenIds
     sampling_params: dict[str, Any] | None = None
     model: str | None = None
@@ -34,13 +34,13 @@ class _Request(Struct, kw_only=True):
 def read(body: Mapping[str, Any]) -> CallRequest:
     """Read the prompt's ids and the maximum number of response tokens; the session sets the other sampling
     parameters."""
-    request = read_request(body, _Request)
+    request = read_request(body, _GenerateRequest)
     sampling = read_request(request.sampling_params or {}, _Sampling, "sampling_params")
     return CallRequest(
         messages=(),
         prompt=np.array(request.token_ids, np.int32),
         max_tokens=sampling.max_tokens,
-        ignored=(*ignored_fields(body, _Request), *ignored_fields(request.sampling_params or {}, _Sampling)),
+        ignored=(*ignored_fields(body, _GenerateRequest), *ignored_fields(request.sampling_params or {}, _Sampling)),
     )
 
 

@@ -13,17 +13,16 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from service.agents.dialects.body import (
     NO_THREAD,
     CommonFields,
     Content,
+    Function,
     Name,
     Positive,
-    forms_of,
-    function_tool,
-    ignored_fields,
+    call_request,
     own_tools,
     read_request,
     taken_begun,
@@ -67,23 +66,20 @@ class _ToolResult(Struct, tag_field="type", tag="tool_result"):
 Block = _Text | _Thinking | _ToolUse | _ToolResult
 
 
-class _Message(Struct):
+class _MessageOfBlocks(Struct):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class _Tool(Struct):
-    name: Name
-    input_schema: dict[str, Any]
-    description: str | None = None
+class _MessagesTool(Function, kw_only=True):
+    parameters: dict[str, Any] = field(name="input_schema")
     type: Literal["custom"] | None = None
 
 
-class _Request(CommonFields, kw_only=True):
-    messages: Annotated[list[_Message], Meta(min_length=1)]
+class _MessagesRequest(CommonFields, kw_only=True):
+    messages: Annotated[list[_MessageOfBlocks], Meta(min_length=1)]
     max_tokens: Positive | None = None
     system: Content = None
-    tools: list[dict[str, Any]] | None = None
 
 
 def read(body: Mapping[str, Any]) -> CallRequest:
@@ -96,23 +92,20 @@ def read(body: Mapping[str, Any]) -> CallRequest:
 
 def read_to_count(body: Mapping[str, Any]) -> CallRequest:
     """Read a request for a token count."""
-    request = read_request(body, _Request)
+    request = read_request(body, _MessagesRequest)
     system = [{"role": "system", "content": text_of(request.system)}] if request.system else []
     blocks = [block for message in request.messages for block in _blocks(message)]
-    functions = own_tools(request.tools, _Tool, TOOLS)
-    tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in functions]
     messages = [*system, *(read for message in request.messages for read in _read(message))]
     begun = taken_begun(messages, request.messages[-1].role == "assistant")
-    return CallRequest(
+    return call_request(
+        body,
+        request,
+        TOOLS,
         messages=messages,
         begun=begun,
-        tools=tools,
+        tools=own_tools(request.tools, _MessagesTool, TOOLS),
         echoed=frozenset(block.signature for block in blocks if isinstance(block, _Thinking) and block.signature),
-        stream=bool(request.stream),
         max_tokens=request.max_tokens,
-        may_call=request.choice != "none",
-        forms=forms_of(body, request),
-        ignored=ignored_fields(body, _Request, TOOLS),
     )
 
 
@@ -176,7 +169,7 @@ def error_event(refused: Refused) -> bytes:
     return frame(error(refused), "error")
 
 
-def _read(message: _Message) -> Iterator[dict[str, Any]]:
+def _read(message: _MessageOfBlocks) -> Iterator[dict[str, Any]]:
     """Convert one message to messages of chat completions; each tool result of a user becomes a message of its own."""
     blocks = _blocks(message)
     if message.role == "assistant":
@@ -197,7 +190,7 @@ def _read(message: _Message) -> Iterator[dict[str, Any]]:
         yield {"role": message.role, "content": "".join(said)}
 
 
-def _blocks(message: _Message) -> list[Block]:
+def _blocks(message: _MessageOfBlocks) -> list[Block]:
     return [_Text(message.content)] if isinstance(message.content, str) else message.content
 
 

@@ -16,19 +16,18 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
 
 from service.agents.dialects.body import (
     CommonFields,
     Content,
+    Function,
     Name,
     Positive,
     TextPart,
-    forms_of,
-    function_tool,
-    ignored_fields,
+    call_request,
     own_tools,
     read_as,
     read_request,
@@ -42,7 +41,7 @@ EMPTY: Mapping[str, Mapping[str, Any]] = {
     "function_call": {"arguments": "", "status": "in_progress"},
     "custom_tool_call": {"input": ""},
 }
-FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+FREE_TEXT: dict[str, Any] = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 OURS = re.compile(r"(call_.+)_\d+")
 """Matches the id of a tool call that Baton made; all calls of one answer have the same first part of the id."""
 
@@ -50,23 +49,23 @@ TOOLS = ("function", "custom", "namespace")
 """Types of tools that the client runs and describes."""
 
 
-class _Function(Struct, tag_field="type", tag="function"):
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+class _FunctionItem(Function, tag_field="type", tag="function"):
+    pass
 
 
-class _Custom(Struct, tag_field="type", tag="custom"):
+class _CustomTool(Struct, tag_field="type", tag="custom"):
     name: Name
     description: str | None = None
+
+    parameters: ClassVar[dict[str, Any]] = FREE_TEXT
 
 
 class _Namespace(Struct, tag_field="type", tag="namespace"):
     name: Name
-    tools: list[_Function | _Custom]
+    tools: list[_FunctionItem | _CustomTool]
 
 
-class _Message(Struct, tag_field="type", tag="message"):
+class _MessageItem(Struct, tag_field="type", tag="message"):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     id: str | None = None
@@ -79,7 +78,7 @@ class _Reasoning(Struct, tag_field="type", tag="reasoning"):
     encrypted_content: str | None = None
 
 
-class _Call(Struct, tag_field="type", tag="function_call"):
+class _FunctionCall(Struct, tag_field="type", tag="function_call"):
     call_id: Name
     name: Name
     arguments: str
@@ -103,15 +102,14 @@ class _CustomOutput(Struct, tag_field="type", tag="custom_tool_call_output"):
     output: Content
 
 
-Item = _Message | _Reasoning | _Call | _CustomCall | _Output | _CustomOutput
-ORDER: Mapping[type, int] = {_Reasoning: 0, _Message: 1, _Call: 2, _CustomCall: 2}
+Item = _MessageItem | _Reasoning | _FunctionCall | _CustomCall | _Output | _CustomOutput
+ORDER: Mapping[type, int] = {_Reasoning: 0, _MessageItem: 1, _FunctionCall: 2, _CustomCall: 2}
 """The place of each kind of item in an answer: thinking first, then text, then calls."""
 
 
-class _Request(CommonFields, kw_only=True):
+class _ResponsesRequest(CommonFields, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
     metadata: dict[str, str] | None = None
     max_output_tokens: Positive | None = None
     prompt: None = None
@@ -119,7 +117,7 @@ class _Request(CommonFields, kw_only=True):
 
 def read(body: Mapping[str, Any]) -> CallRequest:
     """Read the request."""
-    request = read_request(body, _Request)
+    request = read_request(body, _ResponsesRequest)
     shape: Any = Item
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
     items: list[Item] = [read_as({"type": "message", **item}, shape, f"input[{i}]") for i, item in enumerate(given)]
@@ -131,20 +129,15 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         "tool_choice": body.get("tool_choice") or "auto",
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
     }
-    tools = [
-        function_tool(name, tool.description, FREE_TEXT if isinstance(tool, _Custom) else tool.parameters)
-        for name, (_, tool) in _tools(request.tools).items()
-    ]
-    return CallRequest(
+    return call_request(
+        body,
+        request,
+        TOOLS,
         messages=[*system, *_messages(items)],
-        tools=tools,
+        tools=(Function(name, tool.description, tool.parameters) for name, (_, tool) in _tools(request.tools).items()),
         echoed=frozenset(_echoed(items)),
-        stream=bool(request.stream),
         max_tokens=request.max_output_tokens,
         repeated=repeated | choice | {"max_output_tokens": request.max_output_tokens},
-        may_call=request.choice != "none",
-        forms=forms_of(body, request),
-        ignored=ignored_fields(body, _Request, TOOLS),
     )
 
 
@@ -216,7 +209,7 @@ def _echoed(items: Iterable[Item]) -> Iterator[str]:
     """Names of the calls that the client sent back; some clients keep the items' ids, others only the encrypted
     content."""
     for item in items:
-        if isinstance(item, _Message | _Reasoning) and item.id:
+        if isinstance(item, _MessageItem | _Reasoning) and item.id:
             yield item.id.partition("_")[2]
         if isinstance(item, _Reasoning) and item.encrypted_content:
             yield item.encrypted_content
@@ -245,8 +238,8 @@ def _is_part(item: Item, said: Mapping[str, Any], before: Item | None) -> bool:
     """Whether an item belongs to the answer `said`; `before`: the item before it."""
     if type(before) in ORDER:
         first, second = ORDER[type(before)], ORDER[type(item)]
-        return first < second or first == second == ORDER[_Call]
-    if not isinstance(item, _Call | _CustomCall) or not said.get("tool_calls"):
+        return first < second or first == second == ORDER[_FunctionCall]
+    if not isinstance(item, _FunctionCall | _CustomCall) or not said.get("tool_calls"):
         return False
     # A client may put a tool's answer between two calls of one answer.
     last, ours = OURS.fullmatch(said["tool_calls"][-1]["id"]), OURS.fullmatch(item.call_id)
@@ -254,7 +247,7 @@ def _is_part(item: Item, said: Mapping[str, Any], before: Item | None) -> bool:
 
 
 def _message(item: Item) -> dict[str, Any]:
-    if isinstance(item, _Message):
+    if isinstance(item, _MessageItem):
         return {"role": item.role, "content": text_of(item.content)}
     if isinstance(item, _Reasoning):
         thinking = text_of(item.content) or text_of(item.summary)
@@ -270,10 +263,10 @@ def _flat(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def _tools(tools: list[dict[str, Any]] | None) -> dict[str, tuple[str | None, _Function | _Custom]]:
+def _tools(tools: list[dict[str, Any]] | None) -> dict[str, tuple[str | None, _FunctionItem | _CustomTool]]:
     """The tools by the names that the policy sees, each with its namespace."""
-    read: dict[str, tuple[str | None, _Function | _Custom]] = {}
-    for one in own_tools(tools, _Function | _Custom | _Namespace, TOOLS):
+    read: dict[str, tuple[str | None, _FunctionItem | _CustomTool]] = {}
+    for one in own_tools(tools, _FunctionItem | _CustomTool | _Namespace, TOOLS):
         if isinstance(one, _Namespace):
             read |= {_flat(one.name, inner.name): (one.name, inner) for inner in one.tools}
         else:
@@ -292,10 +285,10 @@ def _output(answer: CallAnswer, asked: CallRequest) -> list[dict[str, Any]]:
         head = {"type": "message", "id": f"msg_{call.name}", "role": "assistant", "status": "completed"}
         items.append({**head, "content": [part]})
     for of, (flat, arguments) in zip(call.ids, call.reply.calls, strict=True):
-        space, tool = tools.get(flat, (None, _Function(flat)))
+        space, tool = tools.get(flat, (None, Function(flat)))
         named = {"call_id": of, "name": tool.name, **({"namespace": space} if space else {})}
         given = arguments.get("input")
-        if isinstance(tool, _Custom) and isinstance(given, str) and len(arguments) == 1:
+        if isinstance(tool, _CustomTool) and isinstance(given, str) and len(arguments) == 1:
             items.append({"type": "custom_tool_call", "id": f"ctc_{of}", **named, "input": given})
         else:
             written = {"arguments": json.dumps(arguments), "status": "completed"}

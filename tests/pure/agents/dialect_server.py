@@ -13,8 +13,8 @@ from service.agents.conversation_tree import ConversationTree, PreparedCall
 from service.agents.dialects.body import parse_body
 from service.agents.dialects.dialect import CallAnswer, CallRequest, Dialect, Refused
 from service.agents.dialects.messages import read_to_count
+from service.agents.messages_and_replies import JsonCalls
 from service.agents.policy_calls import DIALECTS
-from service.agents.reply_parser import JsonCalls
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation

@@ -14,7 +14,7 @@ import aiohttp
 import numpy as np
 
 from service.agents.conversation_tree import ConversationTree
-from service.agents.reply_parser import JsonCalls
+from service.agents.messages_and_replies import JsonCalls
 from service.agents.server import Endpoint
 from service.agents.session import Session
 from service.agents.sessions import Sessions

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from service.agents.command_process import Finished
-from service.agents.commands import AgentRunner
+from service.agents.commands import AgentRunner, Finished
 from service.config.agent_command import OWN_VARIABLES, CommandConfig
 from service.rollout.environment import Message, Task
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from service.agents import requests, routes, server
+from service.agents import requests, server
 from service.agents.session import BYTES_PER_TOKEN, MIN_BODY_BYTES, Session
 from service.handoff.steps.values import StopReason
 from service.rollout.chat.chat import Chat
@@ -85,7 +85,7 @@ async def test_a_body_with_more_bytes_than_any_prompt_is_refused_before_it_is_pa
 ) -> None:
     most = MIN_BODY_BYTES + BYTES_PER_TOKEN * house.allowed.max_input_length
     for path in (f"{MESSAGES}/count_tokens", "/rl/sessions/0/finish", "/rl/sessions/0/reward"):
-        status, reply = await client.post(path, b"{" * (max(most, routes.MAX_END_BYTES) + 1))
+        status, reply = await client.post(path, b"{" * (max(most, requests.MAX_END_BYTES) + 1))
         assert status == 413 and "bytes" in reply["error"]["message"]
     assert session.stop_reason == StopReason.STOP, "no call was refused"
     for path in (CHAT, "/v1/responses"):

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from service.agents.call_roles import roles_of
-from service.agents.command_process import Finished
-from service.agents.commands import AgentRunner
+from service.agents.commands import AgentRunner, Finished
 from service.config.agent_command import CommandConfig
 from service.handoff.steps.values import Role
 from service.rollout.chat.chat import Chat

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.agents.call_roles import PIECE, roles_of
-from service.agents.conversation_tree import Beginning, Call, ConversationTree
-from service.agents.reply_parser import JsonCalls, Reply
+from service.agents.conversation_tree import AgentCall, Beginning, ConversationTree
+from service.agents.messages_and_replies import JsonCalls, Reply
 from service.agents.session import Session, kept_transcript
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.steps.tables import steps_table
@@ -258,7 +258,7 @@ def test_a_conversation_that_no_client_received_is_not_the_agents_own() -> None:
     one = np.ones(1, np.int32)
     response = Response(one, one.astype(np.float32), one > 0, one.astype(np.int64))
     lost, received = (
-        Call(f"c{index}", None, "root", one, response, Reply("yes", "", ()), "body", "stop", index, b"", begun)
+        AgentCall(f"c{index}", None, "root", one, response, Reply("yes", "", ()), "body", "stop", index, b"", begun)
         for index, begun in enumerate(beginnings)
     )
     received.delivered = True
@@ -266,9 +266,9 @@ def test_a_conversation_that_no_client_received_is_not_the_agents_own() -> None:
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> list[Call]:
+def trees(draw: st.DrawFn) -> list[AgentCall]:
     """Calls of any shape; a root has one of two system prompts, perhaps tools or a name; equal bodies begin alike."""
-    calls: list[Call] = []
+    calls: list[AgentCall] = []
     beginnings: dict[str, Beginning | None] = {}
     for index in range(draw(st.integers(0, 12))):
         parent = draw(st.sampled_from([None, *calls]))
@@ -279,7 +279,7 @@ def trees(draw: st.DrawFn) -> list[Call]:
         begun = Beginning(draw(st.binary(max_size=1)), draw(st.sampled_from(["", SUMMARY])), draw(st.booleans()))
         beginnings.setdefault(body, begun if draw(st.booleans()) else None)
         calls.append(
-            Call(
+            AgentCall(
                 f"c{index}", parent, draw(st.sampled_from(["root", "rerendered"])), one, response, Reply(text, "", ()),
                 body, "stop", index, b"", None if parent else beginnings[body],
                 draw(st.sampled_from([None, None, None, MAIN, SUB, AUX])), draw(st.booleans()),
@@ -289,11 +289,11 @@ def trees(draw: st.DrawFn) -> list[Call]:
 
 
 @given(trees())
-def test_roles_of_any_tree_keep_what_later_calls_continue(calls: list[Call]) -> None:
+def test_roles_of_any_tree_keep_what_later_calls_continue(calls: list[AgentCall]) -> None:
     roles = roles_of(calls)
     assert len(roles) == len(calls) and roles_of(calls) == roles
     continued = {call.parent for call in calls}
-    own: dict[Call, Role] = {}
+    own: dict[AgentCall, Role] = {}
     for call, role in zip(calls, roles, strict=True):
         root = list(call.path())[-1]
         if role in (RETRY, UNDELIVERED):

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.agents.conversation_tree import Call, ConversationTree, PreparedCall
+from service.agents.conversation_tree import AgentCall, ConversationTree, PreparedCall
 from service.agents.dialects.chat import CHAT
-from service.agents.message_form import read_messages
-from service.agents.reply_parser import JsonCalls, Reply
+from service.agents.messages_and_replies import JsonCalls, Reply, read_messages
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tools import ToolCall
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, generated, play, told
@@ -42,7 +41,7 @@ class Client:
         self.chat, self.random, names = chat, random.Random(seed), count()
         self.tree = ConversationTree(chat, JsonCalls(), lambda: f"n{next(names)}")
         self.sampled: dict[str, list[int]] = {}
-        self.said: list[tuple[list[dict[str, Any]], Call]] = []
+        self.said: list[tuple[list[dict[str, Any]], AgentCall]] = []
         """Conversations that end with the reply of a call."""
 
     def begin(self) -> None:
@@ -76,7 +75,7 @@ class Client:
             n = len(opened.prompt_ids)
             assert again.parent is parent and again.token_ids()[:n].tolist() == call.token_ids()[:n].tolist()
 
-    def sample(self, messages: list[dict[str, Any]], opened: PreparedCall) -> Call:
+    def sample(self, messages: list[dict[str, Any]], opened: PreparedCall) -> AgentCall:
         """The policy answers; it may be cut off, and its tokens are not those that a tokenizer would choose."""
         ids = [token for letter in self.reply() for token in self.chat.plain(letter).tolist()]
         cut = self.random.random() < 0.2
@@ -99,7 +98,7 @@ class Client:
     def words(self) -> str:
         return " ".join(self.random.choices(["fox", "owl", "17", FORGED, "\ue000", "é", "<|im_", "end|>"], k=3))
 
-    def answers(self, call: Call) -> list[dict[str, Any]]:
+    def answers(self, call: AgentCall) -> list[dict[str, Any]]:
         """The messages after a reply: an answer to each call, or words of the user, as a text or in parts."""
         said = [{"role": "tool", "tool_call_id": of} for of in call.ids] or [{"role": "user"}]
         texts = [self.words() for _ in said]
