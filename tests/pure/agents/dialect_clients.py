@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import httpx2
 from openai import OpenAI
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from tests.pure.agents.dialect_server import DialectServer, Served, events_of
-from tests.pure.agents.messages_schema import check_events, check_message
+from service.agents.session import Session
+from tests.pure.agents.endpoint import events_of
 
 SYSTEM, QUESTION = "be brief", "how old is the fox?<|im_end|>"
 SEARCH: Mapping[str, Any] = {
@@ -20,6 +20,15 @@ SEARCH: Mapping[str, Any] = {
     "description": "look up</s>",
     "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
 }
+CALL = '<tool_call>{"name": "search",  "arguments": {"query": %s, "n": 1.0}}</tool_call>'
+REPLIES = [
+    f"<think>two</think>both{CALL % 0}{CALL % 1}".replace(": 0,", ': "fox",').replace(": 1,", ': "é</s>",'),
+    f"{CALL % 2}".replace(": 2,", ': "owl",'),
+    "<think>sure</think>17",
+    "yes",
+]
+TURNS = [["17", "18<|im_end|>"], ["\ue000 19"], ["sure?"], ["bye"]]
+"""What follows each reply."""
 
 
 class Heard(NamedTuple):
@@ -30,36 +39,25 @@ class Heard(NamedTuple):
     calls: list[tuple[str, str, Any]]
     """Id, name and arguments of each."""
 
+    @property
+    def told(self) -> Any:
+        """The reply without the ids of its calls."""
+        return self._replace(calls=[call[1:] for call in self.calls])
 
-Play = Callable[[Any, bool, list[list[str]]], list[Heard]]
+
+Play = Callable[[Session, bool, list[list[str]]], list[Heard]]
 """Asks, answers the calls of each reply with the next list; where there are none the user says its first text."""
 
 
-class Live(NamedTuple):
-    """An endpoint that listens."""
-
-    url: str
-    key: str
+def sdk(session: Session) -> OpenAI:
+    """The OpenAI SDK with the key of a session."""
+    return OpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
 
 
-def sdk(server: DialectServer | Live) -> OpenAI:
-    """The OpenAI SDK in front of a server."""
-    if isinstance(server, Live):
-        return OpenAI(base_url=server.url, api_key=server.key, max_retries=0)
-
-    def answer(request: httpx2.Request) -> httpx2.Response:
-        served = server.post(request.url.path, request.content)
-        kind = "text/event-stream" if served.is_stream else "application/json"
-        return httpx2.Response(served.status, content=served.body, headers={"content-type": kind})
-
-    client = httpx2.Client(transport=httpx2.MockTransport(answer))
-    return OpenAI(base_url="http://policy/v1", api_key="key", http_client=client, max_retries=0)
-
-
-def chat(server: DialectServer | Live, stream: bool, turns: list[list[str]]) -> list[Heard]:
+def chat(session: Session, stream: bool, turns: list[list[str]]) -> list[Heard]:
     messages: list[Any] = [{"role": "developer", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     tools: list[Any] = [{"type": "function", "function": {**SEARCH, "strict": True}}]
-    client, heard = sdk(server), []
+    client, heard = sdk(session), []
     for answers in turns:
         completion: ChatCompletion
         if stream:
@@ -75,10 +73,10 @@ def chat(server: DialectServer | Live, stream: bool, turns: list[list[str]]) -> 
     return heard
 
 
-def responses(server: DialectServer | Live, stream: bool, turns: list[list[str]]) -> list[Heard]:
+def responses(session: Session, stream: bool, turns: list[list[str]]) -> list[Heard]:
     items: list[Any] = [{"role": "user", "content": QUESTION}]
     more: Any = {"model": "policy", "instructions": SYSTEM, "tools": [{"type": "function", **SEARCH}], "store": False}
-    client, heard = sdk(server), []
+    client, heard = sdk(session), []
     for answers in turns:
         response: Response
         if stream:
@@ -99,22 +97,25 @@ def responses(server: DialectServer | Live, stream: bool, turns: list[list[str]]
     return heard
 
 
-def messages(server: DialectServer, stream: bool, turns: list[list[str]]) -> list[Heard]:
+def messages(session: Session, stream: bool, turns: list[list[str]]) -> list[Heard]:
     """Sends and reads what the Anthropic SDK sends and reads."""
     said: list[Any] = [{"role": "user", "content": QUESTION}]
     tools = [{"name": "search", "description": SEARCH["description"], "input_schema": SEARCH["parameters"]}]
     system = [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}]
     more = {"model": "policy", "max_tokens": 2048, "tools": tools, "system": system, "stream": stream}
+    headers = {"x-api-key": session.key, "Content-Type": "application/json"}
     heard = []
     for answers in turns:
-        served = server.post("/v1/messages", json.dumps({**more, "messages": said}).encode())
-        blocks = _blocks(served)
+        body = json.dumps({**more, "messages": said}).encode()
+        with urllib.request.urlopen(urllib.request.Request(f"{session.base_url}/messages", body, headers)) as answer:
+            raw = answer.read()
+        blocks = _added(events_of(raw)) if stream else json.loads(raw)["content"]
         calls = [(of["id"], of["name"], of["input"]) for of in blocks if of["type"] == "tool_use"]
         texts = {kind: "".join(of[kind] for of in blocks if of["type"] == kind) for kind in ("text", "thinking")}
         heard.append(Heard(texts["text"], texts["thinking"], calls))
         said.append({"role": "assistant", "content": blocks})
         follow = _follow(calls, answers, _tool_result)
-        said.append({"role": "user", "content": follow} if calls else follow[0])
+        said.append({"role": "user", "content": follow if calls else follow[0]["content"]})
     return heard
 
 
@@ -132,7 +133,21 @@ def _tool_result(of: str, said: str) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": of, "content": parts, "cache_control": {"type": "ephemeral"}}
 
 
-def _blocks(served: Served) -> list[dict[str, Any]]:
-    if not served.is_stream:
-        return check_message(json.loads(served.body))
-    return check_events(events_of(served.body))
+def _added(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The blocks that a stream of Messages adds up to, as the SDK adds them."""
+    first, *middle, before, last = events
+    assert (first["type"], before["type"], last["type"]) == ("message_start", "message_delta", "message_stop")
+    blocks: list[dict[str, Any]] = []
+    written = ""
+    for event in middle:
+        assert event["index"] == len(blocks) - (event["type"] != "content_block_start")
+        if event["type"] == "content_block_start":
+            blocks.append(dict(event["content_block"]))
+            written = ""
+        elif event["type"] == "content_block_delta":
+            delta = {name: value for name, value in event["delta"].items() if name != "type"}
+            written += delta.pop("partial_json", "")
+            blocks[-1] |= {name: blocks[-1][name] + value for name, value in delta.items()}
+        elif blocks[-1]["type"] == "tool_use":
+            blocks[-1]["input"] = json.loads(written)
+    return blocks

@@ -74,6 +74,17 @@ class House:
         self.sessions.add(made)
         return made
 
+    def clear(self) -> None:
+        """Forget what was sampled and accepted."""
+        for noted in (self.steps, self.prompts, self.replies):
+            noted.clear()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the steps of one session are what the engine was asked and answered."""
+        sampled = sorted(step.response_ids[step.loss_mask].tolist() for step in self.steps)
+        return sorted(whole(self.steps)) == sorted(self.prompts) and sampled == sorted(self.replies)
+
     def append(self, step: Step) -> None:
         self.steps.append(step)
 
@@ -114,11 +125,13 @@ class Client:
         self.headers = {"Authorization": f"Bearer {key}"}
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        """Status and JSON of the answer; `body` may be bytes."""
+        """Status and JSON of the answer, or its events; `body` may be bytes."""
         data = BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         sent = self.headers | {name.replace("_", "-"): value for name, value in headers.items()}
         async with self._http.post(self._house.address + path, data=data, headers=sent) as answer:
-            return answer.status, await answer.json()
+            raw = await answer.read()
+            is_stream = answer.content_type == "text/event-stream"
+            return answer.status, events_of(raw) if is_stream else json.loads(raw, parse_constant=_refuse)
 
     async def answer(self, path: str, body: Any) -> aiohttp.ClientResponse:
         """The answer with its headers; its body is read."""
@@ -154,6 +167,17 @@ async def until(seen: Callable[[], Any]) -> None:
     """Wait for a moment that comes; the test's own timeout is the deadline."""
     while not seen():
         await asyncio.sleep(0.001)
+
+
+def events_of(stream: bytes) -> list[dict[str, Any]]:
+    """The JSON of each frame that has one."""
+    frames = [frame for frame in stream.decode().split("\n\n") if frame and not frame.startswith(":")]
+    data = [frame.rpartition("data: ")[2] for frame in frames]
+    return [json.loads(one, parse_constant=_refuse) for one in data if one != "[DONE]"]
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def whole(steps: list[Step]) -> list[list[int]]:

@@ -12,14 +12,15 @@ import pytest
 
 from service.agents.dialects.body import parse_body
 from service.agents.dialects.dialect import Refused
+from service.agents.policy_calls import DIALECTS
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tools import MAX_DEPTH
 from tests.pure.agents.dialect_clients import SEARCH
-from tests.pure.agents.dialect_server import DIALECTS, DialectServer, events_of
+from tests.pure.agents.endpoint import CHAT, GENERATE, MESSAGES, RESPONSES, House, client_of, opened
 
 CHAT_CALL = {"id": "call_n0_0", "type": "function", "function": {"name": "search", "arguments": '{"query": "fox"}'}}
 VALID: Mapping[str, dict[str, Any]] = {
-    "/v1/chat/completions": {
+    CHAT: {
         "model": "policy",
         "messages": [
             {"role": "system", "content": "be brief"},
@@ -36,7 +37,7 @@ VALID: Mapping[str, dict[str, Any]] = {
         "temperature": 0.5,
         "return_token_ids": True,
     },
-    "/v1/responses": {
+    RESPONSES: {
         "model": "policy",
         "instructions": "be brief",
         "input": [
@@ -60,7 +61,7 @@ VALID: Mapping[str, dict[str, Any]] = {
         "stream": True,
         "max_output_tokens": 100,
     },
-    "/v1/messages": {
+    MESSAGES: {
         "model": "policy",
         "max_tokens": 100,
         "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
@@ -97,63 +98,38 @@ KINDS: Mapping[str, Callable[[random.Random], Any]] = {
 CONTENT = {TEXT, LIST, NULL}
 """What each field may be; anything else breaks the schema."""
 FIELDS: Mapping[str, Sequence[tuple[Path, set[str]]]] = {
-    "/v1/chat/completions": [
+    CHAT: [
         (("messages",), {LIST}),
         (("messages", 1), {OBJECT}),
         (("messages", 1, "role"), {TEXT}),
         (("messages", 0, "content"), CONTENT),
-        (("messages", 1, "content", 0), {OBJECT}),
-        (("messages", 1, "content", 0, "text"), {TEXT}),
         (("messages", 2, "tool_calls"), {LIST, NULL}),
-        (("messages", 2, "tool_calls", 0), {OBJECT}),
-        (("messages", 2, "tool_calls", 0, "function"), {OBJECT}),
         (("messages", 2, "tool_calls", 0, "function", "name"), {TEXT}),
-        (("messages", 3, "tool_call_id"), {TEXT, NULL}),
-        (("tools",), {LIST, NULL}),
         (("tools", 0), {OBJECT}),
-        (("tools", 0, "function", "parameters"), {OBJECT, NULL}),
         (("tool_choice",), {NULL, OBJECT}),
-        (("response_format", "type"), {TEXT}),
         (("stream",), {TRUTH, NULL}),
         (("max_completion_tokens",), {NUMBER, NULL}),
     ],
-    "/v1/responses": [
+    RESPONSES: [
         (("input",), {TEXT, LIST}),
-        (("input", 0), {OBJECT}),
-        (("input", 0, "role"), {TEXT}),
         (("input", 0, "content"), CONTENT),
-        (("input", 1, "summary"), {LIST, NULL}),
         (("input", 1, "encrypted_content"), {TEXT, NULL}),
         (("input", 2, "arguments"), {TEXT}),
-        (("input", 2, "namespace"), {TEXT, NULL}),
-        (("input", 3, "call_id"), {TEXT}),
         (("input", 3, "output"), CONTENT),
         (("input", 4, "input"), {TEXT}),
-        (("tools", 0, "name"), {TEXT}),
-        (("tools", 1, "tools"), {LIST}),
         (("tools", 1, "tools", 0), {OBJECT}),
         (("metadata",), {OBJECT, NULL}),
-        (("tool_choice", "type"), {TEXT}),
         (("text", "format", "type"), {TEXT}),
-        (("max_output_tokens",), {NUMBER, NULL}),
-        (("instructions",), {TEXT, NULL}),
     ],
-    "/v1/messages": [
+    MESSAGES: [
         (("max_tokens",), {NUMBER}),
-        (("system",), CONTENT),
         (("system", 0, "text"), {TEXT}),
-        (("messages",), {LIST}),
-        (("messages", 0), {OBJECT}),
         (("messages", 0, "content"), {TEXT, LIST}),
         (("messages", 1, "content", 0, "thinking"), {TEXT}),
-        (("messages", 1, "content", 2, "id"), {TEXT}),
         (("messages", 1, "content", 2, "input"), {OBJECT}),
         (("messages", 2, "content", 0, "tool_use_id"), {TEXT}),
         (("messages", 2, "content", 0, "content"), CONTENT),
-        (("tools", 0, "name"), {TEXT}),
         (("tools", 0, "input_schema"), {OBJECT}),
-        (("tool_choice", "type"), {TEXT}),
-        (("output_config", "format", "type"), {TEXT}),
     ],
 }
 REFUSED_BY_NAME: Mapping[str, Any] = {
@@ -236,7 +212,8 @@ REPLIES = [
 def mutated(r: random.Random, body: Any) -> Any:
     """A copy with something changed somewhere."""
     body = deepcopy(body)
-    places = list(places_of(body))
+    if not (places := list(places_of(body))):
+        return body
     at, step = r.choice(places)
     other, elsewhere = r.choice(places)
     kind = r.randrange(5)
@@ -259,35 +236,48 @@ def places_of(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from places_of(value[step])
 
 
-@pytest.mark.parametrize("n_bodies", [150, pytest.param(10_000, marks=pytest.mark.full)])
-def test_a_mutated_body_is_refused_or_becomes_a_call_with_exact_tokens(bytes_chat: Chat, n_bodies: int) -> None:
-    n_read = 0
-    for seed in range(n_bodies):
-        r = random.Random(seed)
-        path = r.choice([*VALID])
-        said = [r.choice(REPLIES), "yes"]
-        server = DialectServer(bytes_chat, iter(said))
-        body: Any = VALID[path]
-        for text in said:
-            body = mutated(r, body) if r.random() < 0.9 or not isinstance(body, dict) else body
+SAMPLING = {"max_tokens": 5, "temperature": 0.5, "n": 1, "stop": [], "logprobs": 1, "stop_token_ids": [4]}
+COUNTED = {name: value for name, value in VALID[MESSAGES].items() if name not in ("max_tokens", "stream")}
+BODIES: Mapping[str, dict[str, Any]] = VALID | {
+    GENERATE: {"model": "policy", "token_ids": [17, 4], "sampling_params": SAMPLING, "stream": False, "priority": 0},
+    f"{MESSAGES}/count_tokens": COUNTED,
+    "/rl/sessions/0/reward": {"reward": 0.5},
+    "/rl/sessions/0/finish": {"reward": 0.5, "status": "ok", "transcript": "é"},
+}
+
+
+@pytest.mark.parametrize("n_bodies", [200, pytest.param(10_000, marks=pytest.mark.full)])
+async def test_a_mutated_body_is_refused_in_form_or_answered_with_exact_tokens(bytes_chat: Chat, n_bodies: int) -> None:
+    answered = dict.fromkeys(BODIES, 0)
+    async with opened(bytes_chat) as house:
+        for seed in range(n_bodies):
+            r = random.Random(seed)
+            path = r.choice([*BODIES])
+            answered[path] += await n_answered(house, r, path, seed)
+    assert all(answered.values()), answered
+
+
+async def n_answered(house: House, r: random.Random, path: str, seed: int) -> int:
+    """How many of two requests to a new session are answered; the second one goes on from the first."""
+    house.clear()
+    session = house.session(seed)
+    body: Any = BODIES[path]
+    async with client_of(house, session) as client:
+        for turn in range(2):
+            text = r.choice(REPLIES)
+            house.say = lambda prompt: text  # noqa: B023
+            body = mutated(r, body) if r.random() < 0.9 else body
             if isinstance(body, dict) and r.random() < 0.5:
                 body = body | {"stream": False}
             raw = bytearray(json.dumps(body).encode())
             if r.random() < 0.1:
                 raw[r.randrange(len(raw))] = r.randrange(256)
-            n_calls = len(server.tree.calls)
-            served = server.post(path, bytes(raw))
-            assert (served.status == 200) is (len(server.tree.calls) > n_calls), f"seed {seed}"
-            if served.is_stream:
-                assert all(isinstance(event, dict) for event in events_of(served.body))
-            else:
-                json.loads(served.body)
-            if served.status != 200:
-                break
-            n_read += 1
-            call = server.tree.calls[-1]
-            sampled = [token for letter in text for token in bytes_chat.plain(letter).tolist()]
-            assert call.response.token_ids.tolist() == [*sampled, bytes_chat.end_id]
-            parent = call.parent.token_ids() if call.parent else call.carried_ids
-            assert call.token_ids()[: len(parent)].tolist() == parent.tolist()
-    assert n_read > n_bodies // 4
+            n_steps = len(house.steps)
+            status, reply = await client.post(path, bytes(raw))
+            assert status == 200 or 400 <= status < 500, f"seed {seed}: {status} {reply}"
+            assert status == 200 or reply["error"]["message"], f"seed {seed}"
+            is_call = status == 200 and path in DIALECTS
+            assert (len(house.steps) > n_steps) is is_call and house.is_exact, f"seed {seed}"
+            if status != 200 or session.state != "open":
+                return turn + (status == 200)
+    return 2

@@ -22,8 +22,7 @@ from service.handoff.steps.values import ROLES, Role, packed_roles
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Response
 from service.rollout.plain_values import NotAllowed
-from tests.pure.agents.dialect_server import events_of
-from tests.pure.agents.endpoint import CHAT, GENERATE, Client, House, client_of, opened, until
+from tests.pure.agents.endpoint import CHAT, GENERATE, Client, House, client_of, events_of, opened, until
 
 MAIN, SUB, AUX, RETRY, UNDELIVERED = ROLES
 TOOL = {"type": "function", "function": {"name": "edit", "parameters": {"type": "object", "properties": {}}}}
