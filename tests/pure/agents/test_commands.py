@@ -80,41 +80,30 @@ async def test_placeholders_are_filled_once_and_other_braces_stay() -> None:
     assert (got.reward, got.status) == (None, "ok")  # the agent posts its reward
 
 
-async def test_a_command_gets_its_address_and_key_and_the_key_stays_out_of_the_transcript() -> None:
-    got = await finished(f"import os; print(*(os.environ[name] for name in {OWN_VARIABLES!r}))")
-    assert got.transcript == f"{NO_ENDPOINT} [key] {NO_ENDPOINT.removesuffix('/v1')} [key]\n"
-
-
-async def test_a_command_gets_no_environment_variable_of_baton_but_those_that_it_needs(
+async def test_a_command_gets_its_address_and_key_and_no_variable_of_baton_but_those_that_it_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SECRET_OF_THE_RUN", "x")
-    got = await finished("import os; print(*sorted(os.environ))", variables={"MODE": "{seed}"})
+    script = f"import os; print(*(os.environ[name] for name in {OWN_VARIABLES!r})); print(*sorted(os.environ))"
+    own, names = (await finished(script, variables={"MODE": "{seed}"})).transcript.splitlines()
+    assert own == f"{NO_ENDPOINT} [key] {NO_ENDPOINT.removesuffix('/v1')} [key]", "the key stays out of the transcript"
     expected = {*OWN_VARIABLES, "BATON_SEED", "HOME", "LANG", "MODE", "PATH", "TMPDIR"}
-    assert expected == {*got.transcript.split()} - {"LC_CTYPE", "PWD"}  # Python's own, and the shell's
+    assert expected == {*names.split()} - {"LC_CTYPE", "PWD"}  # Python's own, and the shell's
 
 
 SLEEP = "import time; time.sleep(60)"
 HOSTILE = {
-    "is silent for ever": (SLEEP, {"seconds": 2.0}, "ended at limits.seconds"),
     "ignores SIGTERM": (
-        "import signal; signal.signal(15, signal.SIG_IGN);" + SLEEP,
+        f"import signal; signal.signal(15, signal.SIG_IGN); {SLEEP}",
         {"seconds": 2.0},
         "limits.seconds",
     ),
     "floods its output": (
         "import os\nwhile True: os.write(1, b'x' * 4096)",
         {"file_bytes": 1 << 20},
-        "its exit code was 1",
-    ),
-    "writes a huge sparse file": ("open('f', 'w').truncate(1 << 40)", {"file_bytes": 1 << 20}, "exit code was 1"),
-    "dies of a huge file": (
-        "import os, signal; signal.signal(25, 0); os.execvp('dd', ['dd', 'if=/dev/zero', 'of=f', 'bs=2M', 'count=1'])",
-        {"file_bytes": 1 << 20},
-        "signal 25",
+        "exit code was 1",
     ),
     "takes all memory": ("x = b'x' * (1 << 29)", {"memory_bytes": 1 << 28}, "exit code was 1"),
-    "fails": ("raise SystemExit(3)", {}, "exit code was 3"),
     "kills itself": ("import os; os.kill(os.getpid(), 9)", {}, "signal 9"),
     "deletes its folder": ("import os, shutil; shutil.rmtree(os.getcwd())", {}, "it removed its folder"),
     "prints its key and fails": ("import os; raise SystemExit(os.environ['OPENAI_API_KEY'])", {}, "exit code was 1"),
@@ -163,7 +152,7 @@ async def test_removing_a_folder_follows_no_link_and_reaches_any_depth(tmp_path:
     script = (
         f"import os; os.symlink({str(kept)!r}, 'link'); os.symlink({str(kept / 'file')!r}, 'file')\n"
         "os.mkdir('closed'); os.chmod('closed', 0); os.mkfifo('fifo')\n"
-        "for _ in range(2000): os.mkdir('deeper'); os.chdir('deeper')\n"
+        "for _ in range(700): os.mkdir('deeper'); os.chdir('deeper')\n"
     )
     assert (await finished(script)).status == "ok"
     assert (kept / "file").read_text() == "x" and list(folders.iterdir()) == []
@@ -188,17 +177,14 @@ async def test_a_transcript_is_text_and_the_middle_of_a_long_one_is_left_out() -
     [
         (("sh", "-c", "echo checked; echo 0.25; echo"), 0.25, ""),
         (("sh", "-c", "echo 7 passed"), 1.0, ""),
-        (("sh", "-c", "echo 1; exit 2"), 0.0, ""),
+        (("sh", "-c", "echo 1; exit 127"), 0.0, ""),
         (("sh", "-c", 'grep -q \'"ground_truth": "9"\' && test -e here'), 1.0, ""),
         (("sh", "-c", "echo nan"), None, "its score is nan"),
         (("sh", "-c", "kill -9 $$"), None, "its score failed: it was ended by signal 9"),
         (("sleep", "600"), None, "its score was ended at limits.score_seconds (2)"),
         (f"{HERE}:never_ends", None, "never_ends was ended at limits.score_seconds (2)"),
-        (("no-such-command",), 0.0, ""),
         (f"{HERE}:nan", None, "its score is nan"),
         (f"{HERE}:answered", None, "FileNotFoundError"),
-        (f"{HERE}:missing", None, "AttributeError"),
-        ("no_such_module:score", None, "No module named 'no_such_module'"),
     ],
 )
 async def test_a_command_or_a_function_scores(score: Any, reward: float | None, reason: str) -> None:
@@ -212,15 +198,11 @@ async def test_a_command_or_a_function_scores(score: Any, reward: float | None, 
     ("row", "settings", "reason"),
     [
         (task(files={"../escaped": "x"}), {}, "is outside of the folder"),
-        (task(files={"/tmp/escaped": "x"}), {}, "is outside of the folder"),
         (task(files={"out/escaped": "x"}), {"workdir": "template"}, "is outside of the folder"),
         (task(files={"loop/x": "x"}), {"workdir": "template"}, "its folder cannot be made"),
-        (task(files=["a"]), {}, "are no texts by path"),
         (task(files={"a": 1}), {}, "are no texts by path"),
-        (task(files={"a": "x", "a/b": "x"}), {}, "its folder cannot be made"),
         (task(), {"workdir": "missing"}, "its folder cannot be made"),
         (task(), {"command": ("no-such-command", "{prompt}")}, "its exit code was 127"),
-        (task("x" * 200_000), {"command": ("echo", "{prompt}")}, "echo: cannot be started: Argument list too long"),
         (task("a\0b"), {"command": ("echo", "{prompt}")}, "echo: cannot be started: embedded null byte"),
     ],
 )

@@ -33,7 +33,10 @@ async def test_the_same_conversation_has_the_same_tokens_through_every_client(ho
         assert [call.how for call in session.tree.calls] == ["root"] + ["appended"] * 3
         assert [call.parent for call in session.tree.calls] == [None, *session.tree.calls[:-1]]
         tokens.append([call.token_ids().tolist() for call in session.tree.calls])
-        assert house.is_exact
+        assert house.is_exact and all(step.loss_mask.all() for step in house.steps)
+        # The tools, the system message, the question, and the answers and what follows: no text opens a turn.
+        starts = int(house.chat.encode("<|im_start|>")[0])
+        assert house.prompts[-1].count(starts) == 3 + 3 + 4 + 1
         house.clear()
     assert all(one == tokens[0] for one in tokens)
     assert all(one == replies[0] for one in replies)
@@ -178,13 +181,18 @@ async def test_an_openai_client_raises_what_went_wrong_before_and_within_a_strea
             await asking
 
 
-@pytest.mark.parametrize("stream", [False, True])
+IDS = {"return_token_ids": True}
+NEMO_GYM = {"logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": True}
+"""What `responses_api_models/vllm_model/app.py` of nemo-gym 0.7.0 sends by default."""
+
+
+@pytest.mark.parametrize(("stream", "fields"), [(False, IDS), (True, IDS), (False, NEMO_GYM)])
 async def test_a_client_that_trains_gets_exactly_the_sampled_tokens(
-    house: House, session: Session, stream: bool
+    house: House, session: Session, stream: bool, fields: dict[str, Any]
 ) -> None:
     says(house, REPLIES[0])
     more: Any = {"model": "policy", "tools": [{"type": "function", "function": SEARCH}], **ASKED[CHAT]}
-    more |= {"extra_body": {"return_token_ids": True}}
+    more |= {"extra_body": fields}
     create: Any = sdk(session).chat.completions.create
     if stream:
         more |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -197,6 +205,7 @@ async def test_a_client_that_trains_gets_exactly_the_sampled_tokens(
     (prompt,), (sampled,) = house.prompts, house.replies
     assert (whole.prompt_token_ids, choice.token_ids) == (prompt, sampled)
     assert [one.token for one in choice.logprobs.content] == [f"token_id:{one}" for one in sampled]
+    assert [one.logprob for one in choice.logprobs.content] == house.steps[0].logprobs.tolist()
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(sampled))
 
 

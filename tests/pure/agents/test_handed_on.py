@@ -7,6 +7,7 @@ import gc
 import json
 import re
 import stat
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, suppress
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import aiohttp
 import psutil
 import pytest
+import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -134,6 +136,12 @@ class Served:
         await self.player.close()
 
 
+@pytest_asyncio.fixture(loop_scope="function")
+async def served(model: Path) -> AsyncIterator[Served]:
+    async with aclosing(Served(model)) as made:
+        yield made
+
+
 FINISH = "/rl/sessions/any/finish"
 
 
@@ -141,31 +149,29 @@ def asked(task: Task) -> dict[str, Any]:
     return {"model": "m", "messages": [dict(message) for message in task.prompt]}
 
 
-async def test_what_an_agent_hands_on_suffices_to_play_and_finish_its_session(model: Path, tasks: list[Task]) -> None:
-    async with aclosing(Served(model)) as served:
-        playing = served.play(tasks[0])
-        session, task, method = await served.handed()
-        assert (session.base_url, method) == (f"{served.agents.address}/s/5-1-0/v1", "play")
-        assert session.key == session_key(SECRET, "5-1-0") and task.uid == tasks[0].uid
-        assert (await served.post("/s/5-1-0" + CHAT, asked(tasks[0]), session.key))[0] == 200
-        async with served.http.get(
-            f"{served.agents.address}/rl/sessions/5-1-0", headers={"x-api-key": session.key}
-        ) as got:
-            assert await got.json() == {"session": "5-1-0", "state": "open", "calls": 1}
-        assert (await served.post(FINISH, {"reward": 1.0, "info": {"turns": 2}}))[0] == 200
-        end = await playing
-        assert (end.reward, end.n_steps) == (1.0, 1)
+async def test_what_an_agent_hands_on_suffices_to_play_and_finish_its_session(
+    served: Served, tasks: list[Task]
+) -> None:
+    playing = served.play(tasks[0])
+    session, task, method = await served.handed()
+    assert (session.base_url, method) == (f"{served.agents.address}/s/5-1-0/v1", "play")
+    assert session.key == session_key(SECRET, "5-1-0") and task.uid == tasks[0].uid
+    assert (await served.post("/s/5-1-0" + CHAT, asked(tasks[0]), session.key))[0] == 200
+    async with served.http.get(f"{served.agents.address}/rl/sessions/5-1-0", headers={"x-api-key": session.key}) as got:
+        assert await got.json() == {"session": "5-1-0", "state": "open", "calls": 1}
+    assert (await served.post(FINISH, {"reward": 1.0, "info": {"turns": 2}}))[0] == 200
+    end = await playing
+    assert (end.reward, end.n_steps) == (1.0, 1)
 
 
-async def test_the_key_decides_which_session_is_managed(model: Path, tasks: list[Task]) -> None:
-    async with aclosing(Served(model)) as served:
-        one, other = served.play(tasks[0]), served.play(tasks[1], TrajectoryId(6, 0))
-        await asyncio.gather(served.handed(), served.handed("6-0-0"))
-        for verb in ("reward", "finish"):
-            assert (await served.post(f"/rl/sessions/5-1-0/{verb}", key="wrong"))[0] == 401
-            assert (await served.post(f"/rl/sessions/6-0-0/{verb}", {"reward": 0.5}))[0] == 200
-        assert (await one).reward == 0.5 and not other.done()
-        other.cancel()
+async def test_the_key_decides_which_session_is_managed(served: Served, tasks: list[Task]) -> None:
+    one, other = served.play(tasks[0]), served.play(tasks[1], TrajectoryId(6, 0))
+    await asyncio.gather(served.handed(), served.handed("6-0-0"))
+    for verb in ("reward", "finish"):
+        assert (await served.post(f"/rl/sessions/5-1-0/{verb}", key="wrong"))[0] == 401
+        assert (await served.post(f"/rl/sessions/6-0-0/{verb}", {"reward": 0.5}))[0] == 200
+    assert (await one).reward == 0.5 and not other.done()
+    other.cancel()
 
 
 async def test_a_finish_is_answered_once_the_buffer_has_the_end_and_a_repetition_changes_nothing_even_after_a_restart(
@@ -197,23 +203,22 @@ async def test_a_finish_is_answered_once_the_buffer_has_the_end_and_a_repetition
         assert (await again).reward == 1.0
 
 
-async def test_a_finish_says_what_the_buffer_said(model: Path, tasks: list[Task]) -> None:
-    async with aclosing(Served(model)) as served:
-        served.sink.accepts = False
-        refused, abandoned = served.play(tasks[0]), served.play(tasks[1], TrajectoryId(6, 0))
-        await asyncio.gather(served.handed(), served.handed("6-0-0"))
-        for _ in range(2):
-            assert (await served.post(FINISH, {"reward": 1.0}))[0] == 409
-            await refused
-        served.sink.answers.clear()
-        finishing = asyncio.create_task(served.post(FINISH, {"reward": 1.0}, session="6-0-0"))
-        while len(served.sink.ends) < 2:
-            await asyncio.sleep(0.01)
-        abandoned.cancel()
-        assert (await finishing)[0] == 503
-        with suppress(asyncio.CancelledError):
-            await abandoned
-        assert (await served.post(FINISH, {"reward": 1.0}, session="6-0-0"))[0] == 409
+async def test_a_finish_says_what_the_buffer_said(served: Served, tasks: list[Task]) -> None:
+    served.sink.accepts = False
+    refused, abandoned = served.play(tasks[0]), served.play(tasks[1], TrajectoryId(6, 0))
+    await asyncio.gather(served.handed(), served.handed("6-0-0"))
+    for _ in range(2):
+        assert (await served.post(FINISH, {"reward": 1.0}))[0] == 409
+        await refused
+    served.sink.answers.clear()
+    finishing = asyncio.create_task(served.post(FINISH, {"reward": 1.0}, session="6-0-0"))
+    while len(served.sink.ends) < 2:
+        await asyncio.sleep(0.01)
+    abandoned.cancel()
+    assert (await finishing)[0] == 503
+    with suppress(asyncio.CancelledError):
+        await abandoned
+    assert (await served.post(FINISH, {"reward": 1.0}, session="6-0-0"))[0] == 409
 
 
 def test_the_file_of_ended_sessions_holds_the_newest_ones_and_stays_small(
@@ -230,27 +235,23 @@ def test_the_file_of_ended_sessions_holds_the_newest_ones_and_stays_small(
     assert found == [""] * 26 + [f"body{number}" for number in range(26, 30)]
 
 
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
+async def test_a_reward_that_the_buffer_would_refuse_is_refused_at_finish_and_the_session_goes_on(
+    served: Served, tasks: list[Task]
+) -> None:
+    playing = served.play(tasks[0])
+    await served.handed()
+    assert (await served.post("/s/5-1-0" + CHAT, asked(tasks[0])))[0] == 200
+    for body, field in (
         ({"reward": 2 * MAX_REWARD}, "reward"),
         ({"reward": 0.5, "rewards": {"main": -2 * MAX_REWARD}}, "rewards"),
         ({"reward": MAX_REWARD, "rewards": {"main": MAX_REWARD}}, "rewards"),
         ({"reward": 0.5, "rewards": {"nobody": 1.0}}, "rewards"),
-    ],
-)
-async def test_a_reward_that_the_buffer_would_refuse_is_refused_at_finish_and_the_session_goes_on(
-    model: Path, tasks: list[Task], body: dict[str, Any], field: str
-) -> None:
-    async with aclosing(Served(model)) as served:
-        playing = served.play(tasks[0])
-        await served.handed()
-        assert (await served.post("/s/5-1-0" + CHAT, asked(tasks[0])))[0] == 200
+    ):
         status, answer = await served.post(FINISH, body)
         assert (status, answer["error"]["param"]) == (400, field)
-        assert NEEDED in answer["error"]["message"] or "nobody" in body.get("rewards", {})
-        assert (await served.post(FINISH, {"reward": MAX_REWARD}))[0] == 200
-        assert (await playing).reward == MAX_REWARD
+        assert NEEDED in answer["error"]["message"] or "nobody" in answer["error"]["message"]
+    assert (await served.post(FINISH, {"reward": MAX_REWARD}))[0] == 200
+    assert (await playing).reward == MAX_REWARD
 
 
 async def test_what_the_endpoint_refused_stands_in_the_log_and_in_the_reason_of_a_lost_trajectory(
@@ -337,15 +338,14 @@ async def test_only_an_agent_that_can_resume_is_restored(model: Path, tasks: lis
 
 
 async def test_a_session_that_nobody_plays_yet_is_finished_only_once_the_buffer_has_its_end(
-    model: Path, tasks: list[Task]
+    served: Served, tasks: list[Task]
 ) -> None:
-    async with aclosing(Served(model)) as served:
-        assert served.player.restore(OF, tasks[0], steps_table(()), served.sink)
-        finishing = asyncio.create_task(served.post(FINISH, {"reward": 1.0}))
-        await asyncio.wait({finishing}, timeout=0.2)
-        assert not finishing.done()
-        assert (await served.play(tasks[0])).reward == 1.0
-        assert await finishing == (200, {})
+    assert served.player.restore(OF, tasks[0], steps_table(()), served.sink)
+    finishing = asyncio.create_task(served.post(FINISH, {"reward": 1.0}))
+    await asyncio.wait({finishing}, timeout=0.2)
+    assert not finishing.done()
+    assert (await served.play(tasks[0])).reward == 1.0
+    assert await finishing == (200, {})
 
 
 async def test_the_recipe_for_work_on_another_machine_plays_and_finishes_a_session(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -95,15 +96,13 @@ async def test_the_calls_of_a_coding_agent_have_the_roles_of_the_worked_example(
         assert roles_of(restored.calls) == [*agent.roles[:-2], MAIN, MAIN]
 
 
-PIPELINES = {
-    "plan, write, revise": [("You plan.", "an essay"), ("You write.", "by the plan"), ("You revise.", "the draft")],
-    "three predictors": [("question -> query", "age?"), ("query -> facts", "age?"), ("facts -> answer", "17")],
-    "one predictor, asked three times": [("question -> answer", "a"), ("question -> answer", "b")] * 2,
-}
+PIPELINES = (
+    [("You plan.", "an essay"), ("You write.", "by the plan"), ("You revise.", "the draft")],
+    [("question -> answer", "a"), ("question -> answer", "b")] * 2,
+)
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
-@pytest.mark.parametrize("longest", range(3))
+@pytest.mark.parametrize(("pipeline", "longest"), [*product(PIPELINES, range(3))])
 async def test_every_step_of_a_pipeline_is_trained_whichever_response_is_the_longest(
     bytes_chat: Chat, pipeline: list[tuple[str, str]], longest: int
 ) -> None:
@@ -163,10 +162,7 @@ async def test_independent_questions_and_edited_histories_are_the_agents_own(byt
         edited = {"role": "assistant", "content": "eighteen"}
         await agent.call(user("a"), edited, user("sure?"), tools=False)
         assert agent.roles == [MAIN] * 4
-
-
-async def test_a_title_beside_a_conversation_without_tools_is_no_part_of_it(bytes_chat: Chat) -> None:
-    async with visited(bytes_chat) as agent:
+    async with visited(bytes_chat) as agent:  # beside a conversation, a single question is a title
         first = await agent.call(user("hi"), tools=False)
         await agent.call(user("A title for: hi"), tools=False, says="Greetings to a model")
         await agent.call(user("hi"), first, user("more"), tools=False)
@@ -212,20 +208,6 @@ async def test_calls_and_roles_of_the_configuration_get_rewards_of_their_own(byt
             session.rewards_of_calls(outcome._replace(rewards={"critic": 1.0}))
 
 
-async def test_an_answer_whose_client_had_left_is_undelivered(bytes_chat: Chat) -> None:
-    async with visited(bytes_chat) as agent, asyncio.timeout(30):
-        house, gone = agent.house, asyncio.Event()
-        house.sampling.clear()
-        leaving = asyncio.create_task(agent.client.leave(CHAT, {"messages": [user("hi")]}, gone))
-        await until(lambda: house.prompts)
-        gone.set()
-        await leaving
-        await asyncio.sleep(0.1)
-        house.sampling.set()
-        await until(lambda: agent.session.waits_for != "calling" and house.steps)
-        assert agent.roles == [UNDELIVERED]
-
-
 async def test_a_lost_answer_that_comes_back_in_an_edited_history_was_delivered(bytes_chat: Chat) -> None:
     async with visited(bytes_chat) as agent:
         first = await agent.call(user("a"))
@@ -252,16 +234,19 @@ async def test_a_transcript_is_kept_within_its_bound_and_cut_in_the_middle(bytes
         assert ("bytes and more left out" in kept.decode()) == (len(text) > TRANSCRIPT_BYTES // 2)
 
 
-def test_a_conversation_that_no_client_received_is_not_the_agents_own() -> None:
-    beginnings = [Beginning(b"one", "", False), Beginning(b"another", "", False)]
+def made_call(index: int, begun: Beginning | None, text: str = "yes", body: str = "body", **fields: Any) -> AgentCall:
     one = np.ones(1, np.int32)
     response = Response(one, one.astype(np.float32), one > 0, one.astype(np.int64))
-    lost, received = (
-        AgentCall(f"c{index}", None, "root", one, response, Reply("yes", "", ()), "body", "stop", index, b"", begun)
-        for index, begun in enumerate(beginnings)
+    reply = Reply(text, "", ())
+    more: Any = {"parent": None, "how": "root", "begun": begun} | fields
+    return AgentCall(
+        f"c{index}", carried_ids=one, response=response, reply=reply, body=body, stop_reason="stop", index=index, **more
     )
-    received.delivered = True
-    assert roles_of([lost, received]) == [UNDELIVERED, MAIN]
+
+
+def test_a_conversation_that_no_client_received_is_not_the_agents_own() -> None:
+    lost = made_call(0, Beginning(b"one", "", False))
+    assert roles_of([lost, made_call(1, Beginning(b"another", "", False), delivered=True)]) == [UNDELIVERED, MAIN]
 
 
 @st.composite
@@ -271,19 +256,14 @@ def trees(draw: st.DrawFn) -> list[AgentCall]:
     beginnings: dict[str, Beginning | None] = {}
     for index in range(draw(st.integers(0, 12))):
         parent = draw(st.sampled_from([None, *calls]))
-        one = np.ones(draw(st.integers(1, 3)), np.int32)
-        response = Response(one, one.astype(np.float32), one > 0, one.astype(np.int64))
         text = draw(st.sampled_from(["yes", "a" * PIECE, SUMMARY]))
         body = draw(st.sampled_from("abcdef"))
         begun = Beginning(draw(st.binary(max_size=1)), draw(st.sampled_from(["", SUMMARY])), draw(st.booleans()))
         beginnings.setdefault(body, begun if draw(st.booleans()) else None)
-        calls.append(
-            AgentCall(
-                f"c{index}", parent, draw(st.sampled_from(["root", "rerendered"])), one, response, Reply(text, "", ()),
-                body, "stop", index, b"", None if parent else beginnings[body],
-                draw(st.sampled_from([None, None, None, MAIN, SUB, AUX])), draw(st.booleans()),
-            )
-        )  # fmt: skip
+        named = draw(st.sampled_from([None, None, None, MAIN, SUB, AUX]))
+        how, delivered = draw(st.sampled_from(["root", "rerendered"])), draw(st.booleans())
+        of = {"parent": parent, "how": how, "named": named, "delivered": delivered}
+        calls.append(made_call(index, None if parent else beginnings[body], text, body, **of))
     return calls
 
 
