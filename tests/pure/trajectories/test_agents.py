@@ -11,18 +11,15 @@ import pytest
 
 from service.cli.parser import main
 from service.columns import digest
-from service.config.core_settings import batch_settings
 from service.errors import UserError
-from service.handoff.batches.batch import form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.state import VersionHistory
 from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.steps.values import Role, packed_roles
-from service.run.records.trajectories import RecordSettings, load_records, trajectory_records
+from service.run.records.trajectories import load_records
 from service.trace.tokens import ASIDE, LOSS, tokens_of
 from service.trace.trajectories_page import html_page
 from service.types import Extension, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
-from tests.pure.trajectories.test_trajectories import CONFIG
+from tests.pure.trajectories.test_trajectories import CONFIG, records
 
 ROLES = [Role.AUX, Role.MAIN, Role.RETRY, Role.MAIN, Role.SUB, Role.UNDELIVERED]
 TRANSCRIPT = "$ agent\n\x1b[2J<script>alert(1)</script> \u202e done"
@@ -44,12 +41,7 @@ def agent_record(transcript: str = TRANSCRIPT) -> dict[str, Any]:
         own = np.array(tokens[len(before) :], np.int32)
         steps.append(Step(of, "p7", index, own[:-1], own[-1:], np.float32([-0.5]), one, version, extends=extends))
     end = TrajectoryEnd(of, "p7", len(steps), "stop", 1.0, packed_roles(ROLES), transcript.encode())
-    groups = [CompleteGroup(7, "p7", steps_table(steps), ends_table([end]))]
-    history = VersionHistory()
-    history.publish(PolicyVersion(1, 0))
-    settings = batch_settings(CONFIG)
-    batch = form_mini_batch(1, groups, history, settings)
-    (record,) = trajectory_records(batch, groups, PolicyVersion(1, 0), RecordSettings.of(CONFIG))
+    (record,) = records(CONFIG, [CompleteGroup(7, "p7", steps_table(steps), ends_table([end]))])
     return dict(json.loads(json.dumps(record)))
 
 
@@ -59,10 +51,6 @@ def test_a_record_has_the_role_and_the_parent_of_each_step_and_the_transcript() 
     assert [step["parent"] for step in record["steps"]] == [None, None, 1, 1, None, 3]
     assert [step["trains"] for step in record["steps"]] == [False, True, False, True, True, False]
     assert record["transcript"] == TRANSCRIPT and record["loss_tokens"] == 3
-
-
-def test_tokens_of_roles_that_are_not_trained_are_shown_as_such() -> None:
-    record = agent_record()
     kinds = [{token.kind for token in tokens_of(step, record, 8, words) if token.logprob} for step in record["steps"]]
     assert kinds == [{ASIDE}, {LOSS}, {ASIDE}, {LOSS}, {LOSS}, {ASIDE}]
 
@@ -77,18 +65,14 @@ def test_the_page_says_what_each_step_continues_and_escapes_the_transcript() -> 
 
 BAD, DIGITS = "<img src=x>", int("9" * 400)
 ODD: dict[str, list[Any]] = {
-    "optimizer_step": [BAD, DIGITS], "return": [BAD, DIGITS], "advantage": [[], DIGITS], "fate": [None], "id": [7],
-    "rows": ["1", -1], "trained_at": ["x", "1:\n"], "steps": [BAD], "stop_reason": [3], "loss_tokens": [BAD],
-    "reason": [4],
+    "optimizer_step": [BAD], "return": [DIGITS], "advantage": [[]], "fate": [None], "id": [7], "rows": [-1],
+    "trained_at": ["x", "1:\n"], "steps": [BAD], "stop_reason": [3], "loss_tokens": [BAD], "reason": [4],
 }  # fmt: skip
 ODD_STEP: dict[str, list[Any]] = {
     "index": [BAD, 3], "parent": [5, -1, 1 << 80], "trains": ["yes"], "role": [7], "prompt_ids": [[-1]], "row": [BAD],
-    "response_ids": [[1 << 40]], "loss_mask": [[1, 1]], "logprobs": [[0.0, 0.0]], "reward": [BAD, DIGITS, [DIGITS]],
-    "stop_reason": [{}],
-    "versions": [
-        [[1, BAD]], [[1 << 62, "1:0"]], [[-1, "1:0"], [2, "1:0"]], [["1", "1:0"]], [[1.5, "1:0"]],
-        [[1, "1:" + "9" * 5000]],
-    ],
+    "response_ids": [[1 << 40]], "loss_mask": [[1, 1]], "logprobs": [[0.0, 0.0]], "reward": [BAD, [DIGITS]],
+    "stop_reason": [{}], "versions": [[[1, BAD]], [[1 << 62, "1:0"]],
+                                      [[-1, "1:0"], [2, "1:0"]], [[1, "1:" + "9" * 5000]]],
 }  # fmt: skip
 
 

@@ -52,15 +52,6 @@ def test_a_refused_group_is_kept_with_as_much_as_had_come(tmp_path: Path) -> Non
     assert (record["return"], [each["index"] for each in record["steps"]]) == (None, [0])
 
 
-def test_what_is_open_at_the_end_is_kept_as_expired(tmp_path: Path) -> None:
-    world, lost = watched(tmp_path, config())
-    world.generator.finish(world.generator.claimed())
-    world.generator.claimed()
-    world.buffer.end()
-    (record,) = lost.take()
-    assert (record["id"], record["fate"], record["reason"]) == ("group=0/sample=0/attempt=0", "expired", "run_end")
-
-
 def test_trained_groups_are_not_lost_and_a_replay_tells_nothing(tmp_path: Path) -> None:
     world, lost = watched(tmp_path, config(algorithm={"filter_zero_variance": True}))
     world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
@@ -118,6 +109,10 @@ def test_they_are_listed_shown_and_exported_with_their_fate(tmp_path: Path) -> N
     world.buffer.end()
     records = json.loads(json.dumps(lost.take()))
     assert {token.kind for token in tokens_of(records[0]["steps"][0], records[0], 8, words)} == {"prompt", UNUSED}
+    assert {(record["fate"], record["reason"]) for record in records} == {
+        ("filtered", "zero_variance"),
+        ("expired", "run_end"),
+    }
     page = html_page("run", records, len(records), 8, words)
     assert "filtered (zero_variance)" in page and "expired (run_end)" in page
     assert "return none" in page and 'class="unused"' in page

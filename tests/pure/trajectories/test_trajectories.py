@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,19 +70,21 @@ CONFIG = load_config([], [*SIZES, "buffer.max_staleness=8", "run.trajectories_pe
 ALL = CONFIG.model_copy(update={"run": CONFIG.run.model_copy(update={"trajectories_per_step": 50})})
 
 
-def formed(config: Config = CONFIG) -> tuple[MiniBatch, list[CompleteGroup]]:
+def formed(groups: list[CompleteGroup], config: Config = CONFIG) -> MiniBatch:
     history = VersionHistory()
     for number in range(2):
         history.publish(PolicyVersion(1, number))
-    groups = [group(7), group(5)]
-    return form_mini_batch(1, groups, history, batch_settings(config)), groups
+    return form_mini_batch(1, groups, history, batch_settings(config))
 
 
-def records(config: Config = CONFIG) -> list[dict[str, object]]:
-    return recorded(*formed(config), config)
+GROUPS = [group(7), group(5)]
 
 
-def recorded(batch: MiniBatch, groups: list[CompleteGroup], config: Config) -> list[dict[str, object]]:
+def records(config: Config = CONFIG, groups: list[CompleteGroup] = GROUPS) -> list[dict[str, Any]]:
+    return recorded(formed(groups, config), groups, config)
+
+
+def recorded(batch: MiniBatch, groups: list[CompleteGroup], config: Config) -> list[dict[str, Any]]:
     return trajectory_records(batch, groups, PolicyVersion(1, 1), RecordSettings.of(config))
 
 
@@ -101,10 +104,10 @@ def test_turns_with_advantages_of_their_own_and_what_scorers_said_are_shown() ->
     config = ALL.model_copy(
         update={"algorithm": CONFIG.algorithm.model_copy(update={"credit": "return_to_go", "returns": "sum"})}
     )
-    batch, groups = formed(config)
+    batch = formed(GROUPS, config)
     assert batch.turn_advantage_X is not None
     batch = replace(batch, turn_advantage_X=np.arange(8, dtype=np.float32))
-    made = recorded(batch, groups, config)
+    made = recorded(batch, GROUPS, config)
     assert [[step["advantage"] for step in record["steps"]] for record in (made[0], made[-1])] == [[0, 1], [6, 7]]
     made[-1]["scores"] = {
         "judge": {"reward": 0.5, "info": "brief", "fallback": ""},
@@ -121,25 +124,19 @@ def test_a_prompt_that_begins_like_that_of_an_earlier_step_says_what_was_left_ou
     shared = Extension(0, 2, digest(np.array([1, 2], np.int32)))
     steps = [step(one, 0, [1, 2], [10, 11, 3], 0), replace(step(one, 1, [9], [20, 3], 0), extends=shared)]
     groups = [CompleteGroup(7, "p7", steps_table(steps), ends_table([TrajectoryEnd(one, "p7", 2, "stop", 1.0)]))]
-    history = VersionHistory()
-    history.publish(PolicyVersion(1, 0))
-    batch = form_mini_batch(1, groups, history, batch_settings(CONFIG))
-    (record,) = trajectory_records(batch, groups, PolicyVersion(1, 0), RecordSettings.of(CONFIG))
+    (record,) = records(CONFIG, groups)
     assert [made["begins_as"] for made in record["steps"]] == [None, (0, 2)]
     assert step_line(record["steps"][1]).startswith("begins anew, ")
     assert step_line(record["steps"][1]).endswith("stop, begins with the first 2 tokens of step 0")
 
 
-@pytest.mark.parametrize(("per_step", "kept"), [(0, 0), (1, 1), (3, 3), (50, 4)])
-def test_as_many_are_kept_as_the_configuration_says(per_step: int, kept: int) -> None:
-    config = CONFIG.model_copy(update={"run": CONFIG.run.model_copy(update={"trajectories_per_step": per_step})})
-    assert len({record["id"] for record in records(config)}) == kept
-
-
-def test_which_trajectories_are_kept_differs_from_step_to_step() -> None:
-    batch, groups = formed()
-    kept = {str(record["id"]) for n in range(30) for record in recorded(replace(batch, lease=n), groups, CONFIG)[:1]}
-    assert len(kept) > 1
+def test_as_many_are_kept_as_the_configuration_says_and_others_in_each_step() -> None:
+    for per_step, kept in ((0, 0), (1, 1), (3, 3), (50, 4)):
+        config = CONFIG.model_copy(update={"run": CONFIG.run.model_copy(update={"trajectories_per_step": per_step})})
+        assert len({record["id"] for record in records(config)}) == kept
+    batch = formed(GROUPS)
+    first = {recorded(replace(batch, lease=n), GROUPS, CONFIG)[0]["id"] for n in range(30)}
+    assert len(first) > 1
 
 
 def test_a_prompt_that_was_too_long_is_counted_apart_from_a_trajectory_that_grew_too_long() -> None:
