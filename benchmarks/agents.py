@@ -26,18 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from actors.engine.run_player import RunPlayer
-from benchmarks.own_ray import own_ray
-from service.config import (
-    AgentsConfig,
-    AlgorithmConfig,
-    BufferConfig,
-    Config,
-    EnvConfig,
-    GeneratorConfig,
-    MetricsConfig,
-    RunConfig,
-    TrainerConfig,
-)
+from benchmarks.own_environment import own_ray
+from service.config import Config, load_config
 from service.handoff.verbs import Claim
 from service.rollout.chat.chat import Chat
 from service.rollout.engine import Generation, Sampling
@@ -50,12 +40,9 @@ NAME = "benchmarks.agents"
 TURNS, OPENING_CHARACTERS, RESULT_CHARACTERS = 24, 16_000, 2000
 """A session: the number of its calls, and the characters of its first request and of the tool result after each call;
 about 20,000 tokens."""
-
-
 SESSIONS, SAMPLES = 64, 8
 """Sessions at once, and trajectories of a group."""
 SECONDS_PER_TOKEN = 0.02
-VERSION = PolicyVersion(0, 0)
 TEXT = "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path("service").rglob("*.py")))
 TEMPLATE = """\
 {%- for m in messages %}<|im_start|>{{ m.role }}
@@ -67,26 +54,21 @@ TEMPLATE = """\
 class Sleeper:
     """An engine that returns random tokens, after sleeping for `SECONDS_PER_TOKEN` each."""
 
-    def __init__(self, chat: Chat) -> None:
-        self._chat = chat
-        self.version = VERSION
+    def __init__(self, end_id: int) -> None:
+        self._end_id = end_id
+        self.version = PolicyVersion(0, 0)
         """The policy version with which the tokens are labelled."""
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
-        """Sleep, then return the response; see `reply_to`."""
-        response = reply_to(self._chat, prompt_ids, self.version)
-        await asyncio.sleep(SECONDS_PER_TOKEN * len(response.token_ids))
-        return response
-
-
-def reply_to(chat: Chat, prompt_ids: Int32s, version: PolicyVersion = VERSION) -> Generation:
-    """A response of 16 to 127 random tokens, seeded by the end of the prompt; the last one is the end token."""
-    drawn = np.random.default_rng(prompt_ids[-64:].astype(np.uint32))
-    n = int(drawn.integers(16, 128))
-    token_ids = drawn.integers(300, 4000, n).astype(np.int32)
-    token_ids[-1] = chat.end_id
-    versions = np.full(n, version.pack(), np.int64)
-    return Generation(token_ids, np.full(n, -0.5, np.float32), versions, "stop", sampled_end=True)
+        """Sleep, then return 16 to 127 random tokens, seeded by the end of the prompt; the last one is the end
+        token."""
+        drawn = np.random.default_rng(prompt_ids[-64:].astype(np.uint32))
+        n = int(drawn.integers(16, 128))
+        token_ids = drawn.integers(300, 4000, n).astype(np.int32)
+        token_ids[-1] = self._end_id
+        await asyncio.sleep(SECONDS_PER_TOKEN * n)
+        versions = np.full(n, self.version.pack(), np.int64)
+        return Generation(token_ids, np.full(n, -0.5, np.float32), versions, "stop", sampled_end=True)
 
 
 class Outside:
@@ -185,16 +167,11 @@ def make_tokenizer(folder: Path) -> None:
 
 def configuration(folder: Path) -> Config:
     """A configuration in which all sessions are one mini-batch."""
-    return Config(
-        run=RunConfig(dir=folder),
-        env=EnvConfig(name=f"{NAME}:Outside", trusted_modules=(NAME,)),
-        agents=AgentsConfig(max_tokens=1 << 17),
-        generator=GeneratorConfig(max_input_length=1 << 17, max_generate_length=129),
-        buffer=BufferConfig(lookahead=0, merge="tree"),
-        algorithm=AlgorithmConfig(n_samples_per_prompt=SAMPLES),
-        trainer=TrainerConfig(mini_batch_size=SESSIONS // SAMPLES, ranks=1, max_tokens_per_micro_batch=1 << 20),
-        metrics=MetricsConfig(port=0),
-    )
+    words = [f"run.dir={folder}", f"env.name={NAME}:Outside", f"env.trusted_modules=[{NAME}]", "metrics.port=0"]
+    words += [f"agents.max_tokens={1 << 17}", f"generator.max_input_length={1 << 17}"]
+    words += ["generator.max_generate_length=129", "buffer.lookahead=0", "buffer.merge=tree", "trainer.ranks=1"]
+    words += [f"algorithm.n_samples_per_prompt={SAMPLES}", f"trainer.mini_batch_size={SESSIONS // SAMPLES}"]
+    return load_config([], [*words, f"trainer.max_tokens_per_micro_batch={1 << 20}"])
 
 
 async def latency(folder: Path, rounds: int) -> dict[str, float]:
@@ -238,7 +215,7 @@ async def latency(folder: Path, rounds: int) -> dict[str, float]:
     )
     clients = import_module(NAME).Outside.clients = Clients(process)
     background = [asyncio.create_task(outbox.run()), asyncio.create_task(clients.listen())]
-    engine = Sleeper(Chat(PreTrainedTokenizerFast.from_pretrained(model)))
+    engine = Sleeper(Chat(PreTrainedTokenizerFast.from_pretrained(model)).end_id)
     player = RunPlayer(config, model, engine)
     for i in range(rounds):
         groups = []
@@ -271,11 +248,7 @@ async def latency(folder: Path, rounds: int) -> dict[str, float]:
     ]  # the buffer's last answer is about the trajectory's end
     seconds, until_accepted = np.array(pairs).T
     columns = {"": seconds, "until_accepted_": until_accepted, "endpoint_": seconds - until_accepted}
-    cuts = {
-        f"{name}p{cut}_ms": float(np.percentile(of, cut) * 1e3)
-        for name, of in columns.items()
-        for cut in (10, 50, 90, 99)
-    }
+    cuts = {f"{name}p{cut}_ms": float(np.percentile(of, cut) * 1e3) for name, of in columns.items() for cut in (50, 99)}
     return {"sessions": SESSIONS, "calls": len(seconds), **cuts}
 
 

@@ -25,8 +25,6 @@ from service.handoff.ledger.state import VersionHistory
 from service.handoff.prompt_order import Prompts
 from service.handoff.steps.tables import ends_table
 from service.learn.learner import Learner
-from service.learn.model.adapter_folder import PREFIX
-from service.learn.model.lora import merged
 from service.learn.settings import LearnSettings
 from service.learn.supervised import SupervisedSteps
 from service.rollout.engine import Generation, Sampling
@@ -45,19 +43,14 @@ class BatchedEngine:
 
     def __init__(self, model_folder: Path, seed: int) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-        self._began_with = {name: weight.clone() for name, weight in self._model.state_dict().items()}
         self._seed = seed
         self._version = PolicyVersion(0, 0)
         self._waiting: list[tuple[Int32s, Sampling, str, asyncio.Future[Generation]]] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def update(self, learner: Learner) -> None:
-        """Copy the learner's weights, with an adapter merged into its base."""
-        weights, lora = learner.policy.weights() or {}, learner.policy.lora
-        if lora is not None:
-            adapter = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
-            weights = merged(self._began_with, adapter, lora)
-        self._model.load_state_dict(weights, strict=False)
+        """Copy the learner's weights."""
+        self._model.load_state_dict(learner.policy.weights() or {}, strict=False)
         self._version = PolicyVersion(0, learner.steps)
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:

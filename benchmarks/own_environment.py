@@ -1,11 +1,13 @@
-"""A separate virtual environment under `build` for a benchmark, because peers need other packages than Baton."""
+"""What a benchmark has for itself: a virtual environment, because peers need other packages, and a Ray."""
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 import sysconfig
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +34,21 @@ def own_python(folder: Path, peers: Path, requirements: Path | None) -> Path:
     return python
 
 
-def is_here(folder: Path) -> bool:
-    """Whether this interpreter belongs to that environment."""
-    return Path(sys.prefix).resolve() == folder.resolve()
+@contextmanager
+def own_ray(folder: str, **environment: str) -> Iterator[None]:
+    """Within the block Ray runs, with its files in `folder`; its processes can import code of the current folder."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        runtime_env={"env_vars": {"PYTHONPATH": os.getcwd(), **environment}},
+        _temp_dir=folder,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -21,7 +21,6 @@ import asyncio
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -56,7 +55,6 @@ class Measured(NamedTuple):
     padded_length: int
     """Tokens of its longest row, to which every row would be padded."""
     rows: int
-    tokens: int
 
 
 class World(NamedTuple):
@@ -81,7 +79,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of the run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run", type=Path, help="a recorded run of the recipe, instead of running it")
-    parser.add_argument("--plot", type=Path, default=PLOT)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = arguments.run or _run(Path(folder), arguments.steps, arguments.seed)
@@ -92,7 +89,7 @@ def main() -> None:
     if beyond > longest:
         raise SystemExit(f"a row of generated tokens only has {beyond} tokens, more than {longest}")
     print(table(measured, longest))
-    draw(measured, longest, arguments.plot)
+    draw(measured, longest)
 
 
 def _run(folder: Path, steps: int, seed: int) -> Path:
@@ -119,8 +116,7 @@ def measure(config: Config, run: Path) -> dict[str, list[Measured]]:
 
 def _measured(of: Recorded, settings: BatchSettings) -> Measured:
     metrics = form_mini_batch(of.lease, of.groups, of.history, settings).metrics
-    names = ("generate/batch_padded_seq_len", "generate/batch_num_seq", "generate/batch_num_tokens")
-    return Measured(*(int(metrics[name]) for name in names))
+    return Measured(int(metrics["generate/batch_padded_seq_len"]), int(metrics["generate/batch_num_seq"]))
 
 
 async def with_observations(world: World, group: CompleteGroup) -> CompleteGroup:
@@ -158,24 +154,19 @@ def _telling(step: Step, observation: Int32s) -> Step:
 
 def table(measured: dict[str, list[Measured]], longest: int) -> str:
     """The variants as a Markdown table."""
-    lines = [
-        "| rows hold | padded length: mean | longest | beyond the limit | rows | padded slots of a mini-batch |",
-        "|---|---|---|---|---|---|",
-    ]
-    return "\n".join([*lines, *(_line(name, batches, longest) for name, batches in measured.items())])
+    lines = ["| rows hold | padded length: mean | longest | beyond the limit | rows | padded slots of a mini-batch |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, batches in measured.items():
+        lengths, rows = (np.array(column) for column in list(zip(*batches, strict=True))[:2])
+        beyond = f"{(lengths > longest).sum()} of {len(batches)}"
+        slots = (lengths * rows).mean()
+        lines.append(
+            f"| {name} | {lengths.mean():.0f} | {lengths.max()} | {beyond} | {rows.mean():.0f} | {slots:.0f} |"
+        )
+    return "\n".join(lines)
 
 
-def _line(name: str, batches: Sequence[Measured], longest: int) -> str:
-    lengths = [batch.padded_length for batch in batches]
-    beyond = sum(length > longest for length in lengths)
-    slots = np.mean([batch.padded_length * batch.rows for batch in batches])
-    rows = np.mean([batch.rows for batch in batches])
-    return (
-        f"| {name} | {np.mean(lengths):.0f} | {max(lengths)} | {beyond} of {len(batches)} | {rows:.0f} | {slots:.0f} |"
-    )
-
-
-def draw(measured: dict[str, list[Measured]], longest: int, path: Path) -> None:
+def draw(measured: dict[str, list[Measured]], longest: int) -> None:
     """Plot padded length and padded slots over the optimizer steps."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -187,7 +178,7 @@ def draw(measured: dict[str, list[Measured]], longest: int, path: Path) -> None:
     left.set(xlabel="optimizer step", ylabel="padded length (tokens)", ylim=(0, None))
     right.set(xlabel="optimizer step", ylabel="rows x padded length (tokens)", ylim=(0, None))
     left.legend(fontsize=7, loc="lower left")
-    figure.savefig(path, dpi=110)
+    figure.savefig(PLOT, dpi=110)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """SmolLM2-135M-Instruct, which `make real` prepares: `python -m benchmarks.real_model agreement` or `... games FOLDER`.
 
 agreement    games sampled by the engine: their log-probabilities by engine, trainer and transformers, row by row
-learning     games without the engine: loss and gradient of a mini-batch by the trainer, and by a forward pass per row
 games        the fraction of `guess_number` games that the model of a folder wins in transformers, without the engine
 """
 
@@ -12,7 +11,6 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,39 +22,34 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from actors.engine.run_player import RunPlayer
 from baton.examples.guess_number import LARGEST, GuessNumber, rows
 from benchmarks.gpu.small_engine import serving
-from benchmarks.in_process import BatchedEngine, played
+from benchmarks.in_process import played
 from service.config import Config, load
 from service.config.core_settings import batch_settings
 from service.handoff.batches.batch import form_mini_batch
 from service.handoff.ledger.state import VersionHistory
-from service.learn.learner import Learner
 from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.policy import Policy
 from service.learn.settings import LearnSettings
-from service.rollout.engine import Engine
 from service.rollout.environment import Message, Task
 from service.rollout.prompts.dataset import load_tasks, write_rows
 from service.types import MicroBatch, MiniBatch, PolicyVersion
 
 MODEL, RECIPE = Path("models/SmolLM2-135M-Instruct"), Path("configs/smollm2_guess.yaml")
-GROUPS, SAMPLES, FEW_SAMPLES = 3, 8, 4
-"""Groups of a mini-batch, samples of a group, and samples of a group if it is trained in float64."""
+SETTINGS = ("trainer.ranks=1", "trainer.mini_batch_size=3", "algorithm.n_samples_per_prompt=8")
 
 
 def main() -> None:
     """Print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("agreement", "learning", "games"))
+    parser.add_argument("what", choices=("agreement", "games"))
     parser.add_argument("folders", nargs="*", type=Path, default=[MODEL])
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--sampled", type=int, default=0, help="sampled games beside the greedy ones")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # on busy cores several threads would wait for each other
     for folder in arguments.folders:
         if arguments.what == "agreement":
             found = agreement(folder, arguments.dtype)
-        elif arguments.what == "learning":
-            found = learning(folder, arguments.dtype)
         else:
             found = asyncio.run(games(folder, arguments.sampled))
         print(json.dumps({"folder": str(folder), **found}), flush=True)
@@ -64,14 +57,13 @@ def main() -> None:
 
 def agreement(folder: Path, dtype: str) -> dict[str, float]:
     """Absolute differences, in nats, between the log-probabilities of the same sampled tokens."""
-    config = recipe(folder, dtype, GROUPS, SAMPLES)
-    (micros,) = asyncio.run(_served(config, folder)).ranks
+    config = load([RECIPE], [*SETTINGS, f"model.path={folder}", f"model.dtype={dtype}"]).config
+    (micros,) = asyncio.run(_played(config, folder)).ranks
     policy = Policy(LearnSettings.of(config), folder, torch.device("cpu"), 0, 1)
     of_engine = np.concatenate([micro.logprobs_N[micro.loss_mask_N] for micro in micros])
     of_trainer = torch.cat(policy.logprobs([policy.to_device(micro) for micro in micros])).numpy()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    with torch.no_grad():
-        of_rows = torch.cat([logprob_M for _, _, logprob_M in _by_row(model, micros)]).numpy()
+    of_rows = torch.cat(list(_by_row(model, micros))).numpy()
     compared = {"engine_trainer": of_engine - of_trainer, "trainer_transformers": of_trainer - of_rows}
     return {"tokens": float(len(of_engine))} | {
         f"{name}_{kind}": float(take(np.abs(differences)))
@@ -80,71 +72,22 @@ def agreement(folder: Path, dtype: str) -> dict[str, float]:
     }
 
 
-def recipe(folder: Path, dtype: str, groups: int, samples: int) -> Config:
-    """The game's configuration for one rank and a mini-batch of this size; float64 is for comparisons only."""
-    settings = [f"model.path={folder}", "trainer.ranks=1", f"trainer.mini_batch_size={groups}"]
-    config = load([RECIPE], [*settings, f"algorithm.n_samples_per_prompt={samples}"]).config
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-
-
-async def _served(config: Config, folder: Path) -> MiniBatch:
+async def _played(config: Config, folder: Path) -> MiniBatch:
     """A mini-batch of games that vLLM played."""
-    async with serving(config, folder) as engine:
-        return await _played(config, folder, engine, PolicyVersion(1, 0))
-
-
-async def _played(config: Config, folder: Path, engine: Engine, version: PolicyVersion) -> MiniBatch:
-    """A mini-batch of games that an engine of this version played."""
     with tempfile.TemporaryDirectory() as name:
         write_rows(Path(name) / "rows.jsonl", rows(config.trainer.mini_batch_size, 0))
         tasks = load_tasks(Path(name) / "rows.jsonl")
-    player = RunPlayer(config, folder, engine)
-    groups = await asyncio.gather(*(played(player, o, task, config) for o, task in enumerate(tasks)))
-    await player.close()
+    async with serving(config, folder) as engine:
+        player = RunPlayer(config, folder, engine)
+        groups = await asyncio.gather(*(played(player, o, task, config) for o, task in enumerate(tasks)))
+        await player.close()
     history = VersionHistory()
-    if version > history.current:
-        history.publish(version)
+    history.publish(PolicyVersion(1, 0))
     return form_mini_batch(0, groups, history, batch_settings(config))
 
 
-def learning(folder: Path, dtype: str) -> dict[str, float]:
-    """How far the loss and the gradient of a mini-batch are from those of separate forward passes of each row.
-
-    The loss is compared by its difference; the gradient by the largest difference of an element, over the largest
-    element. In float32 both have the noise of float32. Advantages are random, because all of a few games may be lost.
-    """
-    config = recipe(folder, dtype, 1, FEW_SAMPLES)
-    batch = asyncio.run(_played(config, folder, BatchedEngine(folder, 0), PolicyVersion(0, 0)))
-    batch = replace(batch, advantage_G=np.linspace(-1.0, 1.5, len(batch.advantage_G), dtype=np.float32))
-    learner = Learner(LearnSettings.of(config), folder, torch.device("cpu"), 0, 1)
-    loss = learner.accumulate(batch).totals()["loss"]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    own = _own_loss(config, model, batch)
-    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
-    ours = {name: parameter.grad for name, parameter in learner.policy.model.named_parameters()}
-    if ours.keys() != theirs.keys():
-        raise SystemExit(f"other weights: {ours.keys() ^ theirs.keys()}")
-    largest = max(float(gradient.abs().max()) for gradient in theirs.values())
-    apart = max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
-    return {"loss": loss, "loss_difference": abs(loss - own), "gradient_difference": apart / largest}
-
-
-def _own_loss(config: Config, model: PreTrainedModel, batch: MiniBatch) -> float:
-    """PPO's clipped loss as a mean over tokens; its gradient is stored in the model."""
-    algorithm, n_tokens, loss = config.algorithm, int(batch.loss_tokens_G.sum()), 0.0
-    for micro, row, logprob_M in _by_row(model, batch.ranks[0]):
-        at = slice(micro.offsets_R[row], micro.offsets_R[row + 1])
-        sampled_M = torch.from_numpy(micro.logprobs_N[at][micro.loss_mask_N[at]])
-        advantage = float(batch.advantage_G[micro.trajectory_of_row_R[row]])
-        ratio_M = (logprob_M - sampled_M).exp()
-        clipped_M = ratio_M.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-        part = -torch.minimum(ratio_M * advantage, clipped_M * advantage).sum() / n_tokens
-        part.backward()  # type: ignore[no-untyped-call]
-        loss += float(part.detach())
-    return loss
-
-
-def _by_row(model: PreTrainedModel, micros: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, int, Tensor]]:
+@torch.no_grad()
+def _by_row(model: PreTrainedModel, micros: Sequence[MicroBatch]) -> Iterator[Tensor]:
     """The log-probabilities of each row's sampled tokens, by transformers' own forward pass of the row alone."""
     for micro in micros:
         for row, (start, stop) in enumerate(pairwise(micro.offsets_R)):
@@ -152,7 +95,7 @@ def _by_row(model: PreTrainedModel, micros: Sequence[MicroBatch]) -> Iterator[tu
             logits_TV = model(ids_T[None]).logits[0, :-1]
             logits_TV = logits_TV.to(accumulation_dtype(logits_TV.dtype)) / float(micro.temperature_R[row])
             of_T = logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
-            yield micro, row, of_T[torch.from_numpy(micro.loss_mask_N[start + 1 : stop])]
+            yield of_T[torch.from_numpy(micro.loss_mask_N[start + 1 : stop])]
 
 
 async def games(folder: Path, n_sampled: int) -> dict[str, float]:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import learn
 from benchmarks.learn import made_row, micro_batch_of, mini_batch_of
 from service.config.learn import TrainerConfig
 from service.config.tree import Config, ModelConfig
@@ -36,27 +37,14 @@ from service.learn.settings import LearnSettings
 from service.types import MiniBatch
 
 VOCABULARY = 512
-SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-}
+SHAPE = learn.SHAPE | {"hidden_size": 128, "intermediate_size": 384, "head_dim": 16}
 ROWS = (6000, 1500, 692)
 GROUPS = (1, 2, 4)
 LEAST = {1: 1.0, 2: 1.7, 4: 2.5}
 """Ranks of a group -> the factor by which each must at least need less memory than one rank alone."""
 
-LONG_SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+LONG_SHAPE = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+LONG_SHAPE |= {"num_key_value_heads": 2, "head_dim": 8}
 LONG_ROW, LONG_GROUP = 131_072, 4
 LIMIT = 800 << 20
 """Bytes that a process of the second part may allocate for the step."""

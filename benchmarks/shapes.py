@@ -41,7 +41,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def model_folder(name: str, parent: Path) -> Path:
     """A folder with the `config.json` of a published model, without weights."""
-    folder = parent / name
+    return shape_folder(SHAPES[name], parent / name)
+
+
+def shape_folder(shape: dict[str, Any], folder: Path) -> Path:
+    """The folder, made with this `config.json`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[name]))
+    (folder / "config.json").write_text(json.dumps(shape))
     return folder

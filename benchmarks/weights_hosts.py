@@ -15,7 +15,6 @@ import importlib.util
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,20 +48,9 @@ class Rank(TrainerRank):
         shape = (int(millions * 1e6 / TENSORS / 1000), 1000)
         first, end = shard_bounds(shape[0], self._rank, self._world_size)
         made = {f"layers.{number}.weight": torch.randn(end - first, 1000).bfloat16() for number in range(TENSORS)}
-        self._made = made
         rows = {name: Rows(shape, first, tensor) for name, tensor in made.items()}
         policy = SimpleNamespace(dtype=torch.bfloat16)
         self._learner = SimpleNamespace(shards=lambda: rows, policy=policy)  # type: ignore[assignment]
-
-    def blocked(self, version: int) -> tuple[float, float]:
-        """Seconds for which a publication blocks the rank, and seconds of one copy of its weights."""
-        start = time.monotonic()
-        self.weights(version)
-        between = time.monotonic()
-        copies = [tensor.clone() for tensor in self._made.values()]
-        seconds = between - start, time.monotonic() - between
-        del copies
-        return seconds
 
 
 class Holder(ImageHolder):
@@ -99,21 +87,10 @@ class World:
             self.files.register(name, nodes[number])
         self._step = 0
 
-    async def by_ray(self, hosts: int) -> float:
-        """The same as `publish` without NIXL."""
-        self.files._failures = MAX_FAILURES
-        return await self.publish(hosts)
-
-    async def nixl(self, hosts: int) -> float:
-        """The same as `publish` with NIXL."""
-        self.files._failures = 0
-        seconds = await self.publish(hosts)
-        if self.files._failures:
-            raise ValueError(f"the hosts could not read with NIXL: {self.files._said}")
-        return seconds
-
-    async def publish(self, hosts: int) -> float:
-        """Publish the next version to `hosts` hosts; returns the seconds until all have it."""
+    async def publish(self, hosts: int, failures: int) -> float:
+        """Publish the next version to `hosts` hosts; returns the seconds until all have it. `failures`: number of
+        earlier failures of NIXL, after `MAX_FAILURES` of which it is not used."""
+        self.files._failures = failures
         self._step += 1
         version, names = PolicyVersion(1, self._step), list(self.holders)[:hosts]
         weights = await self.trainer.weights(version)
@@ -126,7 +103,10 @@ class World:
 
         async with self.files.spread(names, weights):
             await asyncio.gather(*map(taken, names))
-            return time.monotonic() - start
+            seconds = time.monotonic() - start
+        if self.files._failures != failures:
+            raise ValueError(f"the hosts could not read with NIXL: {self.files._said}")
+        return seconds
 
     def end(self) -> None:
         """End the actors."""
@@ -137,14 +117,10 @@ class World:
 async def measure(millions: float, n_ranks: int) -> None:
     """Measure inside the first host; prints each figure as soon as it is known."""
     world = World(millions, n_ranks)
-    ways: dict[str, Callable[[int], Coroutine[Any, Any, float]]] = {"ray": world.by_ray}
-    if importlib.util.find_spec("nixl") is not None:
-        ways["nixl"] = world.nixl
-    for way, send in ways.items():
-        one, all_hosts = await send(1), await send(HOSTS)
+    ways = {"ray": MAX_FAILURES} | ({"nixl": 0} if importlib.util.find_spec("nixl") is not None else {})
+    for way, failures in ways.items():
+        one, all_hosts = await world.publish(1, failures), await world.publish(HOSTS, failures)
         print(f"{way}: 1 host {one:.1f} s, {HOSTS} hosts {all_hosts:.1f} s, ratio {all_hosts / one:.2f}", flush=True)
-    blocked, copy = ray.get(world.ranks[0].blocked.remote(PolicyVersion(2, 0).pack()))
-    print(f"rank 0 blocked {1e3 * blocked:.0f} ms, a copy {1e3 * copy:.0f} ms, ratio {blocked / copy:.2f}", flush=True)
     world.end()
 
 

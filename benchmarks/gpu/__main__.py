@@ -24,8 +24,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.figures import markdown
 from benchmarks.gpu.parts import PARTS, ROOT, Part, outcome, run_part
-from benchmarks.gpu.table import markdown
 
 MINUTES = 25.0
 REHEARSAL = 5.0
@@ -37,10 +37,12 @@ def main() -> int:
     """Run the parts, one after the other."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", action="append", choices=[part.name for part in PARTS], help="only this part")
-    parser.add_argument("--minutes", type=_minutes, default=MINUTES, help="parts of the least value are left out")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="parts of the least value are left out")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: small shapes, as a rehearsal")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "gpu.json")
     options = parser.parse_args()
+    if not options.minutes > 0:
+        parser.error(f"argument --minutes: {options.minutes} is no number of minutes above 0")
     if options.json.suffix != ".json" or options.json.is_dir():  # the table and a folder of logs are written beside it
         print(f"benchmarks.gpu: --json {options.json} is no file name that ends in .json; give one", file=sys.stderr)
         return 2
@@ -71,16 +73,6 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = 0.0
-    if not minutes > 0:
-        raise argparse.ArgumentTypeError(f"{text} is no number of minutes above 0")
-    return minutes
-
-
 def _run(parts: list[Part], options: argparse.Namespace, slower: float, file: Path, document: dict[str, Any]) -> None:
     """Run the parts that fit into the minutes; the files are complete after each part."""
     logs, started = file.with_suffix(""), time.monotonic()
@@ -109,7 +101,7 @@ def _machine(device: str) -> tuple[str, dict[str, str | float]]:
         import torch
     except (ImportError, OSError) as error:  # OSError: a library of CUDA is missing
         return f"torch cannot be imported ({error})", {}
-    packages = {name: version for name in PACKAGES if (version := _version(name))}
+    packages = {name: metadata.version(name) for name in PACKAGES if [*metadata.distributions(name=name)]}
     machine: dict[str, str | float] = {"device": device, "python": platform.python_version(), **packages}
     if git := shutil.which("git"):
         found = subprocess.run([git, "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
@@ -120,13 +112,6 @@ def _machine(device: str) -> tuple[str, dict[str, str | float]]:
         gpu = torch.cuda.get_device_properties(0)
         machine |= {"gpu": gpu.name, "gpus": torch.cuda.device_count(), "gpu_gib": gpu.total_memory / 2**30}
     return "", machine
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 if __name__ == "__main__":

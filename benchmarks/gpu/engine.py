@@ -7,33 +7,23 @@ import multiprocessing
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 
-from benchmarks.gpu import suite
-from benchmarks.gpu.figures import Figures, Range, line
-from benchmarks.gpu.parts import Give
-from benchmarks.gpu.small_engine import INPUT_TOKENS, OUTPUT_TOKENS, SMALL, VOCABULARY, sampled, settings, write_model
+from benchmarks.gpu.figures import Figures, Give, Range, line
+from benchmarks.gpu.parts import run_tests
+from benchmarks.gpu.small_engine import INPUT_TOKENS, OUTPUT_TOKENS, SMALL, VOCABULARY, sampled, settings
+from benchmarks.shapes import SHAPES
 from service.learn.model.policy import Policy
+from service.learn.model.tiny_model import make_model
 from service.learn.settings import LearnSettings
 from service.rollout.engine import Sampling
 
-SHAPES = {
-    "cuda": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "cpu": SMALL,
-}
+DIMENSIONS = {"cuda": {name: SHAPES["Qwen3-0.6B"][name] for name in SMALL}, "cpu": SMALL}
 TURNS = {"cuda": 64, "cpu": 4}
 RESPONSE = {"cuda": OUTPUT_TOKENS - 1, "cpu": 8}
-DTYPES: dict[str, Literal["bfloat16", "float32"]] = {"cuda": "bfloat16", "cpu": "float32"}
+DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 WEIGHTS = "tests/gpu/test_weights.py::test_engine_and_trainer_agree_after_weights_were_shared_on_a_gpu[weights]"
 ROUNDING = 2.0**-9
 """Relative rounding error of bfloat16. The errors of the layers add up, so a log-probability differs by several."""
@@ -41,7 +31,7 @@ ROUNDING = 2.0**-9
 
 def measure(device: str, give: Give) -> None:
     """Run the tests of routed experts and of weights by CUDA IPC, then measure the differences of log-probabilities."""
-    suite.run(give, "tests/gpu/test_experts.py", WEIGHTS)
+    run_tests(give, "tests/gpu/test_experts.py", WEIGHTS)
     # in a separate process, because an engine's environment has to be set before vLLM is imported
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
         give(apart.submit(_agreement, device).result())
@@ -50,10 +40,11 @@ def measure(device: str, give: Give) -> None:
 def _agreement(device: str) -> Figures:
     config = settings(DTYPES[device])
     with tempfile.TemporaryDirectory() as folder:
-        model = write_model(Path(folder), SHAPES[device])
+        model, end = Path(folder), VOCABULARY - 1  # no prompt has the token that ends a turn
+        make_model(model, DIMENSIONS[device], VOCABULARY, eos_token_id=end, pad_token_id=0, seed=0)
         rng = np.random.default_rng(0)
         lengths = rng.integers(INPUT_TOKENS // 8, INPUT_TOKENS, TURNS[device])
-        prompts = [rng.integers(1, VOCABULARY - 1, length).astype(np.int32) for length in lengths]
+        prompts = [rng.integers(1, end, length).astype(np.int32) for length in lengths]
         sampling = Sampling(max_tokens=RESPONSE[device], temperature=0.7)
         batch, of_engine = asyncio.run(sampled(config, model, prompts, sampling))
         policy = Policy(LearnSettings.of(config), model, torch.device(device), 0, 1)
@@ -62,5 +53,5 @@ def _agreement(device: str) -> Figures:
     note = f"{len(differences)} tokens in {DTYPES[device]}, largest {differences.max():.4f}"
     root = float(np.sqrt(np.mean(differences**2)))
     # at least one rounding, at most those of all layers as if they were independent
-    limits = Range(ROUNDING, ROUNDING * SHAPES[device].num_layers ** 0.5 / 0.7)
+    limits = Range(ROUNDING, ROUNDING * DIMENSIONS[device]["num_hidden_layers"] ** 0.5 / 0.7)
     return line("engine against trainer, root mean square", root, "nats", limits, note)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.figures import Range
-from benchmarks.gpu.steps import MICRO_BATCHES, ROW_TOKENS, TOKENS, configured, shape_folder
+from benchmarks.gpu.steps import MICRO_BATCHES, ROW_TOKENS, TOKENS, configured
+from benchmarks.shapes import shape_folder
 from service.plan.gpu_memory import GPUS, Size
 
 H100 = GPUS["h100"]
@@ -49,7 +50,7 @@ class Step:
         return MICRO_BATCHES * self.model_flops / seconds / H100.flops
 
 
-def head_seconds(tokens: int, hidden: int, vocabulary: int, compiled: bool) -> Range:
+def head_seconds(hidden: int, vocabulary: int, compiled: bool) -> Range:
     """Seconds per loss token of the output head, both passes: four products, and passes over the logits."""
     seconds = 8 * hidden * vocabulary / PRODUCTS + 4 * LOGIT_PASSES[compiled] * vocabulary / BANDWIDTH
     return Range((1 - 2 * MEASURED) * seconds, (1 + 3 * MEASURED) * seconds)

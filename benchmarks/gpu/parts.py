@@ -1,7 +1,7 @@
 """The parts of `make gpu`: each runs in a separate process, with its own deadline.
 
-A part is a module of this folder with a function `measure(device, give)`, which passes each line of figures to `give`
-as soon as it has the line. Lines that a part has passed before it crashes, hangs or is ended are kept.
+A part is a function `measure(device, give)`, which passes each line of figures to `give` as soon as it has the line.
+Lines that a part has passed before it crashes, hangs or is ended are kept.
 
     learner     {"figure": "0.6B: utilisation", ...}  {"figure": "1.7B: utilisation", ...}  then the GPU is lost
     the JSON    {"part": "learner", "state": "failed", "reason": "...", "figures": [0.6B, 1.7B]}
@@ -10,6 +10,7 @@ as soon as it has the line. Lines that a part has passed before it crashes, hang
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -17,44 +18,40 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.figures import Figures
+from benchmarks.gpu.figures import Figures, Give, not_run
 
 ROOT = Path(__file__).parents[2]
 
 FOLDER = "BATON_GPU_FOLDER"
 """Environment variable: the folder for a part's files."""
 
-Give = Callable[[Figures], None]
-
 END_SECONDS = 10.0
 """Seconds after the deadline in which the processes of a part must end, before they are killed."""
 
 REASON_CHARACTERS = 300
+NO_TESTS = 5
+"""Exit code of pytest if it ran no test, for instance because a file was skipped as a whole."""
 
-
-class Skipped(Exception):
-    """This machine lacks what the part needs; the message says what."""
+MEASURE_HERE = "import sys; from benchmarks.gpu.parts import measure_here; measure_here(*sys.argv[1:])"
+"""The program of a part's process; its arguments are those of `measure_here`."""
 
 
 class Part(NamedTuple):
     """One part of the measurement."""
 
     name: str
-    """The name of its module, of its log, and of its object in the JSON."""
+    """The name of its log, and of its object in the JSON."""
+    function: str
+    """Its function `measure`, as `module:name`."""
     title: str
     seconds: float
     """Its deadline in seconds."""
-    needs: tuple[str, ...]
+    needs: tuple[str, ...] = ()
     """Modules that must be installed for it to run."""
-
-    @property
-    def module(self) -> str:
-        """The full name of its module."""
-        return f"benchmarks.gpu.{self.name}"
 
     @property
     def longest(self) -> float:
@@ -64,16 +61,16 @@ class Part(NamedTuple):
 
 LEARNER = ("numpy", "pydantic", "transformers", "safetensors")
 ENGINE = (*LEARNER, "ray", "vllm", "xxhash")
+KERNELS, TRAINING = "benchmarks.gpu.kernels", "benchmarks.gpu.training"
 PARTS = (
-    Part("machine", "What the GPU reaches", 30.0, ("numpy",)),
-    Part("learner", "Training steps", 280.0, LEARNER),
-    Part("sharded", "FSDP2 on a mesh of one", 200.0, LEARNER),
-    Part("attention", "Attention", 150.0, LEARNER),
-    Part("engine", "Engine and trainer", 230.0, ENGINE),
-    Part("experts", "Layers with experts", 180.0, LEARNER),
-    Part("head", "The output head", 70.0, LEARNER),
-    Part("weights", "Weights between host and GPU", 70.0, LEARNER),
-    Part("game", "A model learns a game", 200.0, ENGINE),
+    Part("machine", f"{KERNELS}:machine", "What the GPU reaches", 30.0, LEARNER),
+    Part("learner", f"{TRAINING}:learner", "Training steps", 280.0, LEARNER),
+    Part("sharded", f"{TRAINING}:sharded", "FSDP2 on a mesh of one", 200.0, LEARNER),
+    Part("attention", f"{KERNELS}:attention", "Attention", 150.0, LEARNER),
+    Part("engine", "benchmarks.gpu.engine:measure", "Engine and trainer", 230.0, ENGINE),
+    Part("experts", f"{TRAINING}:experts", "Layers with experts", 180.0, LEARNER),
+    Part("head", f"{KERNELS}:head", "The output head", 70.0, LEARNER),
+    Part("weights", "benchmarks.gpu.weights:measure", "Weights between host and GPU", 70.0, LEARNER),
 )
 """In the order in which they run: the most valuable first."""
 
@@ -84,13 +81,12 @@ def run_part(part: Part, device: str, folder: Path) -> dict[str, Any]:
         return outcome(part, "not run", f"not installed: {', '.join(missing)}")
     lines, log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
     lines.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.gpu.one", part.module, device, str(lines)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}  # a rehearsal may run beside other load
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", MEASURE_HERE, part.function, device, str(lines)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", FOLDER: str(folder), **threads},
             stdin=subprocess.DEVNULL,
@@ -104,32 +100,54 @@ def run_part(part: Part, device: str, folder: Path) -> dict[str, Any]:
             reason = f"not done after {part.seconds:g} s; the last line of {log.name}: {_last_line(log)}"
         finally:
             _end_session(process)
-    given = _given(lines) if lines.exists() else []
-    skipped = [line["skipped"] for line in given if "skipped" in line]
-    figures = [line for line in given if "skipped" not in line]
-    reason = reason or ("" if given else "it gave no figure")
-    state = "failed" if reason else "not run" if skipped else "measured"
-    return outcome(part, state, reason or "; ".join(skipped), time.monotonic() - started, figures)
+    # a process that is killed may have written only a part of its last line
+    texts = lines.read_text().splitlines(keepends=True) if lines.exists() else []
+    figures = [json.loads(text) for text in texts if text.endswith("\n")]
+    reason = reason or ("" if figures else "it gave no figure")
+    return outcome(part, "failed" if reason else "measured", reason, time.monotonic() - started, figures)
+
+
+def measure_here(function: str, device: str, file: str) -> None:
+    """Measure a part in this process and append its figures to a file. An error ends the process with a traceback,
+    whose last line becomes the reason of the failure."""
+
+    def give(figures: Figures) -> None:
+        if device == "cpu" and "low" in figures:  # ranges are those of an H100
+            figures = figures | {"verdict": "rehearsed"}
+        print(
+            *(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in figures.items())
+        )
+        with Path(file).open("a") as lines:
+            lines.write(json.dumps(figures) + "\n")
+
+    module, _, name = function.partition(":")
+    getattr(importlib.import_module(module), name)(device, give)
 
 
 def outcome(
     part: Part, state: str, reason: str, seconds: float = 0.0, figures: Sequence[Figures] = ()
 ) -> dict[str, Any]:
     """The part's object of the JSON; `state`: measured, not run or failed."""
-    return {
-        "part": part.name,
-        "title": part.title,
-        "state": state,
-        "reason": reason,
-        "seconds": round(seconds, 1),
-        "figures": list(figures),
-    }
+    told = {"part": part.name, "title": part.title, "state": state, "reason": reason}
+    return told | {"seconds": round(seconds, 1), "figures": list(figures)}
 
 
-def _given(lines: Path) -> list[dict[str, Any]]:
-    """What a part gave; a process that is killed may have written only a part of its last line."""
-    texts = lines.read_text().splitlines(keepends=True)
-    return [json.loads(text) for text in texts if text.endswith("\n")]
+def run_tests(give: Give, *words: str) -> None:
+    """Run tests without this project's pytest settings, because a machine may lack their plugins, and report their
+    outcome as one line."""
+    name = " ".join(words)
+    if importlib.util.find_spec("pytest") is None:
+        return give(not_run(name, "pytest is not installed"))
+    command = [sys.executable, "-m", "pytest", "-c", os.devnull, f"--rootdir={ROOT}", "--import-mode=importlib", "-q"]
+    command += ["--confcutdir=tests/gpu", "--tb=short", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto", *words]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    ended_well = done.returncode in (0, NO_TESTS)
+    verdict = (
+        "inside" if ended_well and "passed" in last else "not run" if ended_well and "skipped" in last else "failed"
+    )
+    return give({"figure": name, "verdict": verdict, "note": last})
 
 
 def _last_line(log: Path) -> str:

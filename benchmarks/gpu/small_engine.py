@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from actors.engine.vllm_arguments import engine_env
 from actors.engine.vllm_engine import VllmEngine
-from service.config.learn import AlgorithmConfig, WeightsConfig
-from service.config.rollout import GeneratorConfig
-from service.config.tree import Config, ModelConfig
-from service.learn.model.tiny_model import make_model
+from service.config import Config, load_config
 from service.rollout.engine import Sampling
 from service.types import Float64s, Int32s, MicroBatch, PolicyVersion
 
@@ -32,27 +28,12 @@ SMALL = {
 INPUT_TOKENS, OUTPUT_TOKENS = 512, 256
 
 
-def settings(dtype: Literal["bfloat16", "float32"]) -> Config:
+def settings(dtype: str) -> Config:
     """A configuration whose engine leaves most of a GPU to a rank beside it."""
-    return Config(
-        model=ModelConfig(dtype=dtype),
-        generator=GeneratorConfig(
-            max_input_length=INPUT_TOKENS,
-            max_generate_length=OUTPUT_TOKENS,
-            concurrent_groups=8,
-            kv_cache_bytes=1 << 30,
-            gpu_memory_utilization=0.35,
-            enforce_eager=True,
-        ),
-        algorithm=AlgorithmConfig(n_samples_per_prompt=8),
-        weights=WeightsConfig(sync_deadline=120.0),
-    )
-
-
-def write_model(folder: Path, shape: Mapping[str, int]) -> Path:
-    """A Hugging Face folder with random weights; no token ends a turn."""
-    make_model(folder, shape, VOCABULARY, eos_token_id=VOCABULARY - 1, pad_token_id=0, seed=0)
-    return folder
+    words = [f"model.dtype={dtype}", f"generator.max_input_length={INPUT_TOKENS}", "generator.enforce_eager=true"]
+    words += [f"generator.max_generate_length={OUTPUT_TOKENS}", "generator.concurrent_groups=8"]
+    words += [f"generator.kv_cache_bytes={1 << 30}", "generator.gpu_memory_utilization=0.35"]
+    return load_config([], [*words, "algorithm.n_samples_per_prompt=8", "weights.sync_deadline=120"])
 
 
 @asynccontextmanager

@@ -4,14 +4,14 @@ the tokens carry loss, as in the estimates."""
 from __future__ import annotations
 
 import gc
-import json
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.shapes import SHAPES
+from benchmarks.learn import made_row, micro_batch_of, mini_batch_of
+from benchmarks.shapes import shape_folder
 from service.config.learn import TrainerConfig
 from service.config.rollout import GeneratorConfig
 from service.config.tree import Config
-from service.learn.device_batch import unsampled_micro_batch
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
 from service.learn.model.policy_model import Checkpointing
 from service.plan.gpu_memory import GPUS, FitSettings, fit
-from service.types import MiniBatch, SupervisedRow
+from service.types import MiniBatch
 
 MICRO_BATCHES = 2
 ROW_TOKENS = {"cuda": 2048, "cpu": 16}
@@ -38,18 +38,6 @@ REPEATS = {"cuda": 4, "cpu": 1}
 """The number of timed steps, after two warm-up steps."""
 CALLS = {"cuda": 10, "cpu": 1}
 """The number of timed calls of a function, after two warm-up calls."""
-QWEN3_30B_A3B = SHAPES["Qwen3-1.7B"] | {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-}
-"""The shape in the `config.json` of `Qwen/Qwen3-30B-A3B`, except for the number of layers (48), which the user sets."""
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 8, "head_dim": 8, "vocab_size": 500}
 TINY |= {"num_key_value_heads": 4}
 
@@ -60,13 +48,6 @@ def shape_on(device: str, shape: dict[str, Any], layers: int | None = None) -> d
         return shape | ({} if layers is None else {"num_hidden_layers": layers})
     few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if "num_experts" in shape else {}
     return shape | TINY | few | {"num_hidden_layers": 2}
-
-
-def shape_folder(shape: dict[str, Any], parent: Path) -> Path:
-    """A folder with this `config.json`."""
-    folder = Path(tempfile.mkdtemp(dir=parent))
-    (folder / "config.json").write_text(json.dumps(shape))
-    return folder
 
 
 def configured(row_tokens: int, tokens: int, **trainer: Any) -> FitSettings:
@@ -93,10 +74,8 @@ class Trained:
     @property
     def note(self) -> str:
         """Which activations are recomputed, in words."""
-        return (
-            f"{self.checkpointing.layers} layers checkpointed"
-            + ", elementwise results" * self.checkpointing.elementwise
-        )
+        level = self.checkpointing
+        return f"{level.layers} layers checkpointed" + ", elementwise results" * level.elementwise
 
 
 @contextmanager
@@ -129,12 +108,12 @@ def trained(
             )
             learner = Learner(learn, folder, device, 0, 1, policy)
         batch = full_mini_batch(learn.trainer, shape["vocab_size"], ROW_TOKENS[device.type])
-        seconds = [step_seconds(learner, batch) for _ in range(2)]
+        first, _ = (timed(device, partial(take_step, learner, batch)) for _ in range(2))
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        timed = [step_seconds(learner, batch) for _ in range(REPEATS[device.type])]
+        seconds = [timed(device, partial(take_step, learner, batch)) for _ in range(REPEATS[device.type])]
         peak = torch.cuda.max_memory_reserved() if on_gpu else 0
-        held = Trained(learner, batch, seconds[0], statistics.median(timed), float(peak), estimated, checkpointing)
+        held = Trained(learner, batch, first, statistics.median(seconds), float(peak), estimated, checkpointing)
         yield held
     finally:
         if held is not None:
@@ -150,56 +129,39 @@ def trained(
 
 def full_mini_batch(trainer: TrainerConfig, vocab_size: int, row_tokens: int) -> MiniBatch:
     """A mini-batch whose micro-batches are as long as the token budget allows, with one trajectory per row."""
-    rows, parts = max(1, trainer.tokens_of_micro_batch // row_tokens), trainer.batch_parts
-    trajectories = np.arange(rows * MICRO_BATCHES, dtype=np.int32)
-    carries_loss = np.arange(row_tokens) >= row_tokens - row_tokens // 2
-    token_ids_RT = np.arange(rows * row_tokens, dtype=np.int32).reshape(rows, row_tokens) % vocab_size
+    rows = max(1, trainer.tokens_of_micro_batch // row_tokens)
     # the rows begin differently, or a layout would share them
-    micro = unsampled_micro_batch([SupervisedRow(token_ids_T, carries_loss) for token_ids_T in token_ids_RT])
-    micro = replace(micro, staleness_N=np.zeros_like(micro.staleness_N))
-    micros = tuple(replace(micro, trajectory_of_row_R=mine) for mine in np.split(trajectories, MICRO_BATCHES))
-    n_loss_tokens = parts * int(carries_loss.sum())
-    return MiniBatch(
-        lease=0,
-        groups=(0,),
-        advantage_G=np.where(trajectories % 2, 1.0, -1.0).astype(np.float32),
-        return_G=np.zeros(len(trajectories)),
-        loss_tokens_G=np.full(len(trajectories), n_loss_tokens, np.int64),
-        rows_G=np.full(len(trajectories), parts, np.int32),
-        prompt_of_trajectory_G=np.zeros(len(trajectories), np.int32),
-        ranks=(micros,) * parts,
-        metrics={},
-    )
+    token_ids_RT = np.arange(rows * row_tokens).reshape(rows, row_tokens) % vocab_size
+    made = [made_row(token_ids_T, row_tokens - row_tokens // 2) for token_ids_T in token_ids_RT]
+    firsts = range(0, rows * MICRO_BATCHES, rows)
+    return mini_batch_of([micro_batch_of(made, range(first, first + rows)) for first in firsts], rows * MICRO_BATCHES)
 
 
-def step_seconds(learner: Learner, batch: MiniBatch) -> float:
-    """Seconds of one step.
+def take_step(learner: Learner, batch: MiniBatch) -> None:
+    """Take one step.
 
     Raises:
         RuntimeError: the step was not applied.
     """
-    synchronize(learner.policy.device)
-    started = time.perf_counter()
     report = learner.step(batch)
-    synchronize(learner.policy.device)
     if not report.applied:
         raise RuntimeError(f"the step was not applied: {report.reason}")
-    return time.perf_counter() - started
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def seconds_of(device: torch.device, function: Callable[[], object]) -> float:
     """Mean seconds of several calls, after two warm-up calls."""
     for _ in range(2):
         function()
-    synchronize(device)
+    calls = CALLS[device.type]
+    return timed(device, lambda: [function() for _ in range(calls)]) / calls
+
+
+def timed(device: torch.device, function: Callable[[], object]) -> float:
+    """Seconds of one call, until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     started = time.perf_counter()
-    for _ in range(CALLS[device.type]):
-        function()
-    synchronize(device)
-    return (time.perf_counter() - started) / CALLS[device.type]
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started

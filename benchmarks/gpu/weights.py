@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 
 from actors.weights.part_buffers import PartBuffers
-from benchmarks.gpu.figures import Range, line, not_run
-from benchmarks.gpu.parts import Give
-from benchmarks.gpu.steps import ROW_TOKENS, TOKENS, configured, seconds_of, shape_folder, shape_on
-from benchmarks.shapes import SHAPES
+from benchmarks.gpu.figures import Give, Range, line, not_run
+from benchmarks.gpu.steps import ROW_TOKENS, TOKENS, configured, seconds_of, shape_on
+from benchmarks.shapes import SHAPES, shape_folder
 from service.learn.model.policy import Policy
 
 BYTES = {"cuda": 2 << 30, "cpu": 1 << 16}
@@ -54,11 +53,9 @@ def _from_shared_memory(device: torch.device, give: Give) -> None:
     give(line("shared memory to GPU, pageable", rate, "GB/s", PAGEABLE))
     if device.type != "cuda":
         return give(not_run("shared memory to GPU, registered", "needs a CUDA GPU"))
-    started = time.perf_counter()
     error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), size, 0)
     if int(error) != 0:
         return give(not_run("shared memory to GPU, registered", f"cudaHostRegister: {error}"))
-    give(line("registering", size / (time.perf_counter() - started) / 1e9, "GB/s"))
     rate = size / seconds_of(device, lambda: target.copy_(source)) / 1e9
     give(line("shared memory to GPU, registered", rate, "GB/s", PINNED))
     torch.cuda.cudart().cudaHostUnregister(source.data_ptr())

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.handoff.environment import FOLDER, is_here, run_there
+from benchmarks import own_environment
+
+HERE = Path(__file__).parent
+FOLDER = own_environment.ROOT / "build" / "bench-handoff"
 
 
 def main() -> int:
@@ -18,8 +22,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=FOLDER / "figures.json", help="file for the figures")
     parser.add_argument("--repeats", type=int, default=7, help="runs of each function; the median counts")
     arguments = parser.parse_args()
-    if not is_here():
-        return run_there(sys.argv[1:])
+    if Path(sys.prefix).resolve() != FOLDER.resolve():  # run it again where the peers are installed
+        python = own_environment.own_python(FOLDER, HERE / "peers.txt", HERE / "requirements.txt")
+        command = [str(python), "-m", "benchmarks.handoff", *sys.argv[1:]]
+        return subprocess.run(command, cwd=own_environment.ROOT, check=False).returncode
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread each, so that CPU time is comparable with wall time
     from benchmarks.handoff.agreement import check
     from benchmarks.handoff.measure import figures, table

@@ -7,18 +7,18 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from baton.examples.skyrl_steps import steps_from_generator_output
 from benchmarks.handoff import peers
 from benchmarks.handoff.workloads import SAMPLES, VOCAB_SIZE, Workload, engineering, long_tail, search, shared, turns
 from service.columns import columns_of
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
-from service.handoff.prefixes.merge import check_whole, merge
+from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.sharing import shared_form
 from service.handoff.steps.tables import step_group, steps_table
 from service.handoff.steps.values import Limits
@@ -31,7 +31,6 @@ LIMITS = Limits(
     n_samples_per_prompt=SAMPLES, max_attempts=3, max_group_bytes=1 << 30,
 )  # fmt: skip
 SETTINGS = BatchSettings(ranks=8, token_budget=131_072, max_staleness=8)
-
 
 PEER_MERGE = "SkyRL merge"
 PEER_ROAD = "SkyRL merge, batch tensors"
@@ -51,20 +50,16 @@ class Figure:
     new_tokens: int
     cpu_ms: float
     """Median CPU time of the runs, which other processes of the machine disturb least."""
-    best_ms: float
     tokens_per_second: float
     """New tokens per second of the median CPU time."""
     peak_mib: float
     """Peak memory of the function by tracemalloc, in a separate run."""
-    share_of_copy: float | None
-    """The function's time over the time of one memory copy of the prefix-shared columns."""
     ratio: float | None
     """Tokens per second over those of the reference that `against` names."""
     against: str
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A function to measure, and the reference for its tokens per second."""
 
     function: str
@@ -95,27 +90,43 @@ def tasks(workload: Workload) -> list[Task]:
     full_form, small_form, list_form = "arrays with full prompts", "prefix-shared step groups", "Python lists"
     return [
         Task(PEER_MERGE, list_form, "merge_stepwise_output", lambda: peers.merge(lists)),
-        Task(PEER_ROAD, list_form, "merge, left-padded tensors", lambda: _peer_road(lists)),
+        Task(PEER_ROAD, list_form, "merge, left-padded tensors", lambda: peers.batch_tensors(lists)),
         Task(PEER_CODEC, "nested tensors, full prompts", "encode, join, decode", lambda: peers.transfer_queue(nested)),
         Task("memory copy", small_form, "one copy of each token column", lambda: _copied(small)),
         Task("merge", small_form, "merge", lambda: merge(small), PEER_MERGE),
         Task("bytes to mini-batch", "messages, one a group", ROAD, lambda: _road(messages), PEER_ROAD),
         Task("codec", small_form, "encode, decode, validate, checksums", lambda: _coded(small_group), PEER_CODEC),
         Task("codec", full_form, "encode, decode, validate, checksums", lambda: _coded(full_group), PEER_CODEC),
-        Task("digest checks", small_form, "check_whole", lambda: check_whole(small)),
-        Task("conversion to columns", "prefix-shared Step objects", "steps_table", lambda: steps_table(shared_steps)),
-        Task(
-            "conversion to shared form",
-            "Step objects with full prompts",
-            "shared_form",
-            lambda: shared_form(full_steps),
-        ),
-        Task("conversion to Step objects", list_form, "SkyRL lists", lambda: steps_from_generator_output(lists)),
+        Task("references", "Step objects with full prompts", "shared_form", lambda: shared_form(full_steps)),
     ]
 
 
 def measured(workload: Workload, work: list[Task], repeats: int) -> list[Figure]:
-    """The figures of one workload; runs of all tasks interleave, so that drift of the machine affects all equally."""
+    """The figures of one workload."""
+    medians = _medians(work, repeats)
+    reference = {task.function: median for task, median in zip(work, medians, strict=True)}
+    ratios = [
+        reference[task.against] / median if task.against else None for task, median in zip(work, medians, strict=True)
+    ]
+    return [_figure(workload, *found) for found in zip(work, medians, ratios, strict=True)]
+
+
+def turn_scaling(repeats: int) -> list[Figure]:
+    """Compare the speed of merging in new tokens per second: episodes of 50 turns against episodes of 5 turns, with
+    turns of the same size and with as many new tokens in total."""
+    workloads = (turns(5, groups=40), turns(50, groups=4))
+    tables = [steps_table([step for episode in w.episodes for step in shared(episode)]) for w in workloads]
+    form = "prefix-shared step groups"
+    work = [Task("merge", form, "merge", partial(merge, steps), "tokens/s of 5 turns") for steps in tables]
+    medians = _medians(work, 5 * repeats)
+    rates = [w.new_tokens / median for w, median in zip(workloads, medians, strict=True)]
+    ratios = [rate / rates[0] for rate in rates]
+    return [_figure(*found) for found in zip(workloads, work, medians, ratios, strict=True)]
+
+
+def _medians(work: list[Task], repeats: int) -> list[float]:
+    """Median CPU seconds of each task; runs of all tasks interleave, so that drift of the machine affects all
+    equally."""
     seconds: list[list[float]] = [[] for _ in work]
     for _ in range(repeats):
         for task, times in zip(work, seconds, strict=True):
@@ -123,41 +134,14 @@ def measured(workload: Workload, work: list[Task], repeats: int) -> list[Figure]
             start = time.process_time()
             task.run()
             times.append(time.process_time() - start)
-    medians = [float(np.median(times)) for times in seconds]
-    reference = {task.function: median for task, median in zip(work, medians, strict=True)}
-    return [
-        Figure(
-            workload=workload.name, function=task.function, input_form=task.input_form, clock=task.clock,
-            new_tokens=workload.new_tokens, cpu_ms=1000 * median, best_ms=1000 * min(times),
-            tokens_per_second=workload.new_tokens / median, peak_mib=_peak(task.run),
-            share_of_copy=median / reference["memory copy"] if "memory copy" in reference else None,
-            ratio=reference[task.against] / median if task.against else None, against=task.against,
-        )
-        for task, median, times in zip(work, medians, seconds, strict=True)
-    ]  # fmt: skip
+    return [float(np.median(times)) for times in seconds]
 
 
-def turn_scaling(repeats: int) -> list[Figure]:
-    """Compare the speed of merging in new tokens per second: episodes of 50 turns against episodes of 5 turns, with
-    turns of the same size and with as many new tokens in total."""
-    workloads = (turns(5, groups=40), turns(50, groups=4))
-    seconds: list[list[float]] = [[], []]
-    tables = [steps_table([step for episode in w.episodes for step in shared(episode)]) for w in workloads]
-    for _ in range(5 * repeats):
-        for steps, times in zip(tables, seconds, strict=True):
-            start = time.process_time()
-            merge(steps)
-            times.append(time.process_time() - start)
-    rates = [w.new_tokens / float(np.median(times)) for w, times in zip(workloads, seconds, strict=True)]
-    return [
-        Figure(
-            workload=w.name, function="merge", input_form="prefix-shared step groups", clock="merge",
-            new_tokens=w.new_tokens, cpu_ms=1000 * w.new_tokens / rate, best_ms=1000 * min(times),
-            tokens_per_second=rate, peak_mib=_peak(lambda s=steps: merge(s)), share_of_copy=None,  # type: ignore[misc]
-            ratio=rate / rates[0], against="tokens/s of 5 turns",
-        )
-        for w, rate, times, steps in zip(workloads, rates, seconds, tables, strict=True)
-    ]  # fmt: skip
+def _figure(workload: Workload, task: Task, seconds: float, ratio: float | None) -> Figure:
+    return Figure(
+        workload.name, task.function, task.input_form, task.clock, workload.new_tokens, 1000 * seconds,
+        workload.new_tokens / seconds, _peak(task.run), ratio, task.against,
+    )  # fmt: skip
 
 
 def table(found: list[Figure]) -> str:
@@ -168,10 +152,9 @@ def table(found: list[Figure]) -> str:
             workload = figure.workload
             lines.append(f"\n{workload}: {figure.new_tokens:,} new tokens")
         ratio = f"{figure.ratio:8.1f}x {figure.against}" if figure.ratio else ""
-        copy = f"{figure.share_of_copy:6.2f} copies" if figure.share_of_copy else " " * 13
         lines.append(
             f"  {figure.function:27} {figure.input_form:29} {figure.clock:49} {figure.cpu_ms:9.2f} ms "
-            f"{figure.tokens_per_second / 1e6:9.1f} M tokens/s {figure.peak_mib:8.1f} MiB {copy} {ratio}"
+            f"{figure.tokens_per_second / 1e6:9.1f} M tokens/s {figure.peak_mib:8.1f} MiB {ratio}"
         )
     return "\n".join(lines)
 
@@ -197,12 +180,6 @@ def _road(messages: list[bytes]) -> Any:
             raise ValueError(f"a message of the benchmark was refused: {group if group else found}")
         groups.append(CompleteGroup(int(group.ends.group_id_E[0]), group.ends.uids[0], group.steps, group.ends))
     return form_mini_batch(1, groups, VersionHistory(), SETTINGS)
-
-
-def _peer_road(lists: dict[str, Any]) -> Any:
-    merged = peers.merge(lists)
-    merged["token_rewards"] = peers.token_rewards(merged)
-    return peers.batch_tensors(merged)
 
 
 def _coded(group: StepGroup) -> Any:

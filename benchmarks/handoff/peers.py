@@ -62,24 +62,13 @@ def merge(output: dict[str, Any]) -> dict[str, Any]:
     return merge_stepwise_output(output)
 
 
-def batch_tensors(merged: dict[str, Any]) -> Any:
-    """SkyRL's batch tensors of merged rows with rewards per token."""
-    return convert_prompts_responses_to_batch_tensors(
-        PadTokenizer(),
-        merged["prompt_token_ids"],
-        merged["response_ids"],
-        merged["token_rewards"],
-        merged["loss_masks"],
-        merged["rollout_logprobs"],
-    )
-
-
-def token_rewards(merged: dict[str, Any]) -> list[list[float]]:
-    """Rewards per token, as the batch-tensor function needs them: each row's reward on its last token."""
-    return [
-        [0.0] * (len(response) - 1) + [reward]
-        for response, reward in zip(merged["response_ids"], merged["rewards"], strict=True)
-    ]
+def batch_tensors(output: dict[str, Any]) -> Any:
+    """SkyRL's batch tensors of the merged output, with each row's reward on its last token."""
+    merged = merge(output)
+    responses = merged["response_ids"]
+    rewards = [[0.0] * (len(ids) - 1) + [reward] for ids, reward in zip(responses, merged["rewards"], strict=True)]
+    columns = (responses, rewards, merged["loss_masks"], merged["rollout_logprobs"])
+    return convert_prompts_responses_to_batch_tensors(PadTokenizer(), merged["prompt_token_ids"], *columns)
 
 
 def tensordict(workload: Workload) -> Any:

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +24,13 @@ from actors.driver.prepare import prepare
 from benchmarks import own_environment
 from benchmarks.in_process import warm_started
 from benchmarks.peer.baton_side import trained
-from benchmarks.peer.trl_side import Way
 from service.config import load
 
 FOLDER = own_environment.ROOT / "build" / "bench-peer"
 PEERS = Path(__file__).parent / "peers.txt"
 CONFIGS = own_environment.ROOT / "configs"
+CORES = 2
+"""Number of cores that each side may use."""
 LAST = 10
 """The number of last steps whose mean reward is the final reward."""
 MAX_DIFFERENCE = 1e-3
@@ -37,12 +38,11 @@ MAX_DIFFERENCE = 1e-3
 
 
 class Part(NamedTuple):
-    """What is trained, and by which sides: Baton, or TRL in one of two variants."""
+    """What is trained by Baton and by TRL."""
 
     recipe: str
     settings: Sequence[str]
     """Settings that override the recipe on all sides."""
-    sides: Sequence[str]
     steps: int
     first: int
     """The number of first steps, which do not count."""
@@ -55,18 +55,14 @@ class Part(NamedTuple):
 NO_EVALUATION = ("data.eval_every=0", "data.eval_make_rows=null")
 SLOW = ("env.name=benchmarks.peer.slow_lookup:SlowLookup", "env.trusted_modules=[benchmarks.peer.slow_lookup]")
 PARTS = {
-    "calm": Part("quickstart.yaml", (), ("baton", "trl"), 100, 5, 1, True),
-    "slow": Part("quickstart.yaml", SLOW, ("baton", "trl"), 100, 5, 1, True),
-    "game": Part("smollm2_guess.yaml", NO_EVALUATION, ("baton", "trl", "trl-own"), 4, 1, 2, False),
+    "calm": Part("quickstart.yaml", (), 100, 5, 1, True),
+    "slow": Part("quickstart.yaml", SLOW, 100, 5, 1, True),
+    "game": Part("smollm2_guess.yaml", NO_EVALUATION, 4, 1, 2, False),
 }
-NAMES = {
-    "baton": "Baton",
-    "trl": "TRL with vLLM in its process",
-    "trl-own": "TRL with its own generate",
-}
+NAMES = {"baton": "Baton", "trl": "TRL with vLLM in its process"}
 
 
-def compare(part: Part, side: str, seed: int, steps: int, cores: int) -> dict[str, Any]:
+def compare(part: Part, side: str, seed: int, steps: int) -> dict[str, Any]:
     """Figures per step of one side."""
     settings = [*part.settings, f"run.max_steps={steps}", f"run.seed={seed}"]
     with tempfile.TemporaryDirectory(prefix="bench-peer-") as name:
@@ -78,11 +74,10 @@ def compare(part: Part, side: str, seed: int, steps: int, cores: int) -> dict[st
             prepared, model = warm_started(config, folder)
         assert model is not None
         (folder / "config.json").write_text(config.model_dump_json())
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
         if side == "baton":
             return baton(part, [*settings, f"model.path={model}"], folder)
-        way: Way = "own" if side == "trl-own" else "vllm"
-        return trl(part, folder / "config.json", model, prepared.tasks_file, folder, way)
+        return trl(part, folder / "config.json", model, prepared.tasks_file, folder)
 
 
 def baton(part: Part, settings: list[str], folder: Path) -> dict[str, Any]:
@@ -94,31 +89,21 @@ def baton(part: Part, settings: list[str], folder: Path) -> dict[str, Any]:
     begin = next(look for look in looks if look.step >= part.first)
     end = next(look for look in looks if look.step >= len(lines) - 1)
     counted = end.step - begin.step
-    by_part = {name: (end.cpu[name] - begin.cpu.get(name, 0.0)) / counted for name in end.cpu}
     return {
         "seconds": (end.wall - begin.wall) / counted,
-        "cpu_seconds": sum(by_part.values()),
+        "cpu_seconds": (end.cpu - begin.cpu) / counted,
         "reward": statistics.fmean(line["reward/avg_raw_reward"] for line in lines[-LAST:]),
-        "by_part": by_part,
-        "timing": {name: statistics.fmean(line.get(name, 0.0) for line in lines[begin.step : -1]) for name in TIMING},
     }
 
 
-TIMING = {
-    "timing/wait_for_generation_buffer": "trainer waits for a mini-batch",
-    "timing/sync_weights": "weights, until the engines serve them",
-}
-"""Metrics of the run, each with its meaning."""
-
-
-def trl(part: Part, config: Path, model: Path, tasks: Path, work: Path, way: Way) -> dict[str, Any]:
+def trl(part: Part, config: Path, model: Path, tasks: Path, work: Path) -> dict[str, Any]:
     """Figures of a run of TRL."""
     python = own_environment.own_python(FOLDER, PEERS, None)
-    words = map(str, (config, model.resolve(), tasks, work, way, part.threads))
+    words = map(str, (config, model.resolve(), tasks, work, part.threads))
     command = [str(python), "-m", "benchmarks.peer.trl_side", *words]
     subprocess.run(command, cwd=own_environment.ROOT, check=True)
     found = json.loads((work / "found.json").read_text())
-    if way == "vllm" and not found["difference"] <= MAX_DIFFERENCE:
+    if not found["difference"] <= MAX_DIFFERENCE:
         raise SystemExit(f"TRL's engine and trainer differ by {found['difference']}: its weights are not in step")
     looks = found["looks"]
     begin, end = looks[part.first - 1], looks[-2]
@@ -133,56 +118,35 @@ def trl(part: Part, config: Path, model: Path, tasks: Path, work: Path, way: Way
 def table(found: list[dict[str, Any]]) -> str:
     """A table with the means over all seeds for each part and side."""
     lines = ["| task | | s a step | CPU s a step | reward of the last steps |", "|---|---|---|---|---|"]
-    notes = []
-    for name, part in PARTS.items():
-        of_side = {side: {e["seed"]: e for e in found if (e["part"], e["side"]) == (name, side)} for side in part.sides}
+    for name in PARTS:
+        of_side = {side: {e["seed"]: e for e in found if (e["part"], e["side"]) == (name, side)} for side in NAMES}
         for side, by_seed in of_side.items():
             if by_seed:
                 means = [statistics.fmean(e[k] for e in by_seed.values()) for k in ("seconds", "cpu_seconds", "reward")]
                 figures = " | ".join(f"{mean:.3f}" for mean in means)
                 lines.append(f"| {name}, seeds {sorted(by_seed)} | {NAMES[side]} | {figures} |")
-        of_baton = of_side.pop("baton")
-        for side, by_seed in of_side.items():
-            if ratios := [of_baton[seed]["seconds"] / by_seed[seed]["seconds"] for seed in of_baton.keys() & by_seed]:
-                each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-                lines.append(f"| | Baton's seconds over those of {NAMES[side]}: {each} | | | |")
-        if of_baton:
-            notes += [
-                f"{name}, Baton's CPU s a step: {_means(of_baton, 'by_part')}",
-                f"{name}, seconds a step: {_means(of_baton, 'timing')}",
-            ]
-    return "\n".join([*lines, "", *notes])
-
-
-def _means(by_seed: Mapping[int, dict[str, Any]], key: str) -> str:
-    names = dict.fromkeys(name for each in by_seed.values() for name in each[key])
-    means = {name: statistics.fmean(each[key].get(name, 0.0) for each in by_seed.values()) for name in names}
-    return ", ".join(f"{TIMING.get(name, name)} {mean:.3f}" for name, mean in means.items())
+        ours, theirs = of_side.values()
+        if ratios := [f"{ours[seed]['seconds'] / theirs[seed]['seconds']:.2f}" for seed in ours.keys() & theirs]:
+            lines.append(f"| | Baton's seconds over TRL's: {', '.join(ratios)} | | | |")
+    return "\n".join(lines)
 
 
 def main() -> int:
     """Run the requested parts, and print the table of everything in the file of figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peer", description=__doc__)
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
-    parser.add_argument("--sides", nargs="+", choices=list(NAMES), help="some of the sides only")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="optimizer steps of each run")
-    parser.add_argument("--cores", type=int, default=2, help="cores that each side may use")
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings over the recipe; with --json"
-    )
     parser.add_argument("--json", type=Path, default=FOLDER / "figures.json", help="takes the figures of each run")
     arguments = parser.parse_args()
     own_environment.own_python(FOLDER, PEERS, None)
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
     for name in PARTS if arguments.part == "all" else (arguments.part,):
-        part = PARTS[name]._replace(settings=[*PARTS[name].settings, *arguments.set])
-        steps = arguments.steps or part.steps
+        steps = arguments.steps or PARTS[name].steps
         for seed in arguments.seeds:
-            asked = [side for side in part.sides if side in (arguments.sides or part.sides)]
-            for side in asked if seed % 2 == 0 else reversed(asked):
+            for side in NAMES if seed % 2 == 0 else reversed(NAMES):
                 found = [each for each in found if (each["part"], each["seed"], each["side"]) != (name, seed, side)]
-                figures = compare(part, side, seed, steps, arguments.cores)
+                figures = compare(PARTS[name], side, seed, steps)
                 found.append({"part": name, "seed": seed, "side": side, "steps": steps} | figures)
                 arguments.json.write_text(json.dumps(found, indent=2))
                 print(json.dumps(found[-1]), flush=True)

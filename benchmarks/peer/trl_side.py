@@ -1,10 +1,10 @@
 """TRL's side, which runs in the peers' environment: `GRPOTrainer` with a `rollout_func` of batched turns.
 
-All open trajectories take their next turn together: one call of vLLM in this process, or of the trainer's own
-`generate`, and then all environments concurrently. The trainer gets the settings of the recipe: the tokens of each
-prompt and turn, limits, sampling, estimator, clipping, learning rate, and the same engine settings. With vLLM the
-correction for differences between engine and trainer is off, because it would cost another forward pass. Only the last
-step, which does not count, has the correction, because with it TRL compares the log-probabilities of both.
+All open trajectories take their next turn together: one call of vLLM in this process, and then all environments
+concurrently. The trainer gets the settings of the recipe: the tokens of each prompt and turn, limits, sampling,
+estimator, clipping, learning rate, and the same engine settings. The correction for differences between engine and
+trainer is off, because it would cost another forward pass. Only the last step, which does not count, has the
+correction, because with it TRL compares the log-probabilities of both.
 """
 
 from __future__ import annotations
@@ -18,19 +18,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.peer.progress import report
 from service.config import Config
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.environment import Environment, Task
 from service.rollout.factory import Environments
 from service.rollout.prompts.dataset import load_tasks
-
-Way = Literal["vllm", "own"]
-"""How TRL samples: with vLLM, or with the trainer's own `generate`."""
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -72,7 +68,6 @@ class Turn(NamedTuple):
 
     token_ids: list[int]
     logprobs: list[float]
-    """Log-probabilities; zeros with `generate`, which gives none: TRL then uses those of the trainer."""
     ended: bool
     """Whether the policy ended its turn."""
 
@@ -84,25 +79,17 @@ Sampler = Callable[[list[list[int]]], list[Turn]]
 class Rollouts:
     """The `rollout_func` of TRL's trainer."""
 
-    def __init__(self, config: Config, model_folder: Path, tasks: Sequence[Task], way: Way = "vllm") -> None:
+    def __init__(self, config: Config, model_folder: Path, tasks: Sequence[Task]) -> None:
         self._config = config
-        self._way = way
         self._chat = load_chat(model_folder, config.generator)
         self._environments = Environments(config.env)
         self._tasks = {task.uid: task for task in tasks}
 
     def __call__(self, uids: list[str], trainer: Any) -> dict[str, list[Any]]:
         """Play a trajectory for each uid."""
-        return asyncio.run(self._play(uids, self._own(trainer) if self._way == "own" else self._vllm(trainer)))
+        return asyncio.run(self._play(uids, self._sampler(trainer)))
 
-    def _own(self, trainer: Any) -> Sampler:
-        def turns(prompts: list[list[int]]) -> list[Turn]:
-            sampled, _ = trainer._generate_single_turn(prompts, None, {}, 1)
-            return [Turn(ids, [0.0] * len(ids), ids[-1] in self._chat.end_ids) for ids in sampled]
-
-        return turns
-
-    def _vllm(self, trainer: Any) -> Sampler:
+    def _sampler(self, trainer: Any) -> Sampler:
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -198,7 +185,7 @@ class Found(NamedTuple):
     count."""
 
 
-def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, way: Way, threads: int) -> Found:
+def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, threads: int) -> Found:
     """Train for `run.max_steps`."""
     os.environ |= ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
     import torch
@@ -208,13 +195,12 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, wa
 
     torch.set_num_threads(threads)
     tasks, found = load_tasks(tasks_file), Found([], math.nan)
-    if way == "vllm":
-        _fit_vllm(config)
+    _fit_vllm(config)
 
     class Watch(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             # TRL compares the log-probabilities only with this setting, which costs a forward pass
-            grpo.vllm_importance_sampling_correction = way == "vllm" and state.global_step == state.max_steps - 1
+            grpo.vllm_importance_sampling_correction = state.global_step == state.max_steps - 1
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
             nonlocal found
@@ -222,7 +208,6 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, wa
                 return
             look = Look(state.global_step, time.monotonic(), time.process_time(), float(logs["reward"]))
             found = Found([*found.looks, look], float(logs.get(DIFFERENCE, math.nan)))
-            report("trl", look.step, look.cpu, look.reward)
 
     trainer, algorithm = config.trainer, config.algorithm
     samples = trainer.mini_batch_size * algorithm.n_samples_per_prompt
@@ -249,7 +234,7 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, wa
         loss_type="dapo",  # the mean over tokens
         temperature=config.generator.temperature,
         max_completion_length=config.generator.max_generate_length - 1,  # of one turn
-        use_vllm=way == "vllm",
+        use_vllm=True,
         vllm_mode="colocate",
         vllm_max_model_length=config.generator.max_input_length + config.generator.max_generate_length,
         vllm_importance_sampling_correction=False,
@@ -259,7 +244,7 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, wa
         reward_funcs=lambda reward, **_: reward,
         args=settings,
         train_dataset=Dataset.from_dict({"prompt": [task.uid for task in tasks]}),
-        rollout_func=Rollouts(config, model_folder, tasks, way),
+        rollout_func=Rollouts(config, model_folder, tasks),
         callbacks=[Watch()],
     )
     grpo.remove_callback(PrinterCallback)
@@ -267,10 +252,10 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, wa
     return found
 
 
-def main(config_file: str, model_folder: str, tasks_file: str, work: str, way: Way, threads: str) -> None:
+def main(config_file: str, model_folder: str, tasks_file: str, work: str, threads: str) -> None:
     """Train, and write what was found to `work`/found.json."""
     config = Config.model_validate_json(Path(config_file).read_text())
-    looks, difference = trained(config, Path(model_folder), Path(tasks_file), Path(work), way, int(threads))
+    looks, difference = trained(config, Path(model_folder), Path(tasks_file), Path(work), int(threads))
     found = {"looks": [look._asdict() for look in looks], "difference": difference}
     (Path(work) / "found.json").write_text(json.dumps(found))
 
