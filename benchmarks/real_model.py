@@ -10,29 +10,25 @@ import argparse
 import asyncio
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from actors.engine.run_player import RunPlayer
 from baton.examples.guess_number import LARGEST, GuessNumber, rows
-from benchmarks.gpu.small_engine import serving
+from benchmarks.gpu.small_engine import by_row, serving
 from benchmarks.in_process import played
 from service.config import Config, load
 from service.config.core_settings import batch_settings
 from service.handoff.batches.batch import form_mini_batch
 from service.handoff.ledger.state import VersionHistory
-from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.policy import Policy
 from service.learn.settings import LearnSettings
 from service.rollout.environment import Message, Task
 from service.rollout.prompts.dataset import load_tasks, write_rows
-from service.types import MicroBatch, MiniBatch, PolicyVersion
+from service.types import MiniBatch, PolicyVersion
 
 MODEL, RECIPE = Path("models/SmolLM2-135M-Instruct"), Path("configs/smollm2_guess.yaml")
 SETTINGS = ("trainer.ranks=1", "trainer.mini_batch_size=3", "algorithm.n_samples_per_prompt=8")
@@ -63,7 +59,7 @@ def agreement(folder: Path, dtype: str) -> dict[str, float]:
     of_engine = np.concatenate([micro.logprobs_N[micro.loss_mask_N] for micro in micros])
     of_trainer = torch.cat(policy.logprobs([policy.to_device(micro) for micro in micros])).numpy()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    of_rows = torch.cat(list(_by_row(model, micros))).numpy()
+    of_rows = np.concatenate([by_row(model, micro) for micro in micros])
     compared = {"engine_trainer": of_engine - of_trainer, "trainer_transformers": of_trainer - of_rows}
     return {"tokens": float(len(of_engine))} | {
         f"{name}_{kind}": float(take(np.abs(differences)))
@@ -84,18 +80,6 @@ async def _played(config: Config, folder: Path) -> MiniBatch:
     history = VersionHistory()
     history.publish(PolicyVersion(1, 0))
     return form_mini_batch(0, groups, history, batch_settings(config))
-
-
-@torch.no_grad()
-def _by_row(model: PreTrainedModel, micros: Sequence[MicroBatch]) -> Iterator[Tensor]:
-    """The log-probabilities of each row's sampled tokens, by transformers' own forward pass of the row alone."""
-    for micro in micros:
-        for row, (start, stop) in enumerate(pairwise(micro.offsets_R)):
-            ids_T = torch.from_numpy(micro.token_ids_N[start:stop]).long()
-            logits_TV = model(ids_T[None]).logits[0, :-1]
-            logits_TV = logits_TV.to(accumulation_dtype(logits_TV.dtype)) / float(micro.temperature_R[row])
-            of_T = logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
-            yield of_T[torch.from_numpy(micro.loss_mask_N[start + 1 : stop])]
 
 
 async def games(folder: Path, n_sampled: int) -> dict[str, float]:

@@ -30,7 +30,7 @@ from actors.weights import nixl_reads
 from actors.weights.image import ImageHolder
 from actors.weights.node_images import MAX_FAILURES, NodeImages
 from service.config import load_config
-from service.learn.model.sharding import Rows, shard_bounds
+from service.learn.model.sharding import WeightRows, shard_bounds
 from service.types import PolicyVersion
 from tests.hosts.bed import Bed, Host
 
@@ -48,7 +48,7 @@ class Rank(TrainerRank):
         shape = (int(millions * 1e6 / TENSORS / 1000), 1000)
         first, end = shard_bounds(shape[0], self._rank, self._world_size)
         made = {f"layers.{number}.weight": torch.randn(end - first, 1000).bfloat16() for number in range(TENSORS)}
-        rows = {name: Rows(shape, first, tensor) for name, tensor in made.items()}
+        rows = {name: WeightRows(shape, first, tensor) for name, tensor in made.items()}
         policy = SimpleNamespace(dtype=torch.bfloat16)
         self._learner = SimpleNamespace(shards=lambda: rows, policy=policy)  # type: ignore[assignment]
 

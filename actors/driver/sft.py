@@ -27,7 +27,7 @@ from actors.trainer.group import TrainerGroup
 from actors.weights.weight_source import TrainerLost
 from service.config import Config, resolved_yaml
 from service.errors import RunFailed
-from service.learn.optimizer import learning_rate
+from service.learn.model.optimizer import learning_rate
 from service.observe.summary import duration
 from service.run.folder import CHECKPOINTS, FINAL, LOGS, lock_run, new_run_folder, runs_folder
 from service.run.phases import phase, say

@@ -15,7 +15,7 @@ from actors.weights.memory import NO_VERSION, WeightMemory
 from actors.weights.nixl_reads import NixlAgent, ReadFailed, RemoteMemory
 from actors.weights.part import TYPES, Source, WeightBucket, WeightPart
 from actors.weights.policy_tensors import Octets, checksum_of
-from service.learn.model.sharding import Rows, finish_host_copies
+from service.learn.model.sharding import WeightRows, finish_host_copies
 
 ALIGNED = 8
 """Alignment, in bytes, of the start of the data in the weights file."""
@@ -40,7 +40,7 @@ class PartBuffers:
         """Return the place from which processes of this host read the newest version."""
         return Source(self.part, self._memory.path, self._memory.start(self._newest), self._newest, stays=True)
 
-    def copy(self, version: int, weights: Mapping[str, Rows], dtype: torch.dtype) -> None:
+    def copy(self, version: int, weights: Mapping[str, WeightRows], dtype: torch.dtype) -> None:
         """Copy the part of a version, converted to `dtype`, into the buffer with the older version."""
         pieces = list(_pieces(weights, self._rank, dtype))
         part = WeightPart.of_spans([(at, source.numel() * kind.itemsize) for at, source, kind in pieces])
@@ -83,7 +83,9 @@ class PartBuffers:
             return WeightBucket((*self.part.within(start, stop),), checksum_of(message)), message
 
 
-def _pieces(weights: Mapping[str, Rows], rank: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor, torch.dtype]]:
+def _pieces(
+    weights: Mapping[str, WeightRows], rank: int, dtype: torch.dtype
+) -> Iterator[tuple[int, Tensor, torch.dtype]]:
     """Yield a rank's tensors in the order of the file, each with its byte offset and dtype there; rank 0 also yields
     the header, first."""
     header = _header(weights, dtype)
@@ -96,7 +98,7 @@ def _pieces(weights: Mapping[str, Rows], rank: int, dtype: torch.dtype) -> Itera
         at += prod(shape) * dtype.itemsize
 
 
-def _header(weights: Mapping[str, Rows], dtype: torch.dtype) -> bytes:
+def _header(weights: Mapping[str, WeightRows], dtype: torch.dtype) -> bytes:
     tensors, end = dict[str, object](), 0
     for name, (shape, _, _) in weights.items():
         start, end = end, end + prod(shape) * dtype.itemsize

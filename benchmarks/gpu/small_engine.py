@@ -6,9 +6,12 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import torch
+from transformers import PreTrainedModel
 
 from actors.engine.vllm_arguments import engine_env
 from actors.engine.vllm_engine import VllmEngine
@@ -66,3 +69,15 @@ async def sampled(
         trajectory_of_row_R=np.arange(len(rows), dtype=np.int32),
     )
     return batch, np.concatenate([turn.logprobs for turn in turns if turn.logprobs is not None]).astype(np.float64)
+
+
+@torch.no_grad()
+def by_row(model: PreTrainedModel, micro: MicroBatch) -> Float64s:
+    """The log-probabilities of the loss tokens, by transformers' own forward pass of each row alone."""
+    found = []
+    for row, (start, stop) in enumerate(pairwise(micro.offsets_R)):
+        ids_T = torch.from_numpy(micro.token_ids_N[start:stop]).long()
+        logits_TV = model(ids_T[None]).logits[0, :-1].double() / float(micro.temperature_R[row])
+        of_T = logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
+        found.append(of_T[torch.from_numpy(micro.loss_mask_N[start + 1 : stop])])
+    return torch.cat(found).numpy()

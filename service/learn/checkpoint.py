@@ -27,8 +27,8 @@ from torch import Tensor
 from service.errors import UserError
 from service.files import atomic_file, sync, write_atomic
 from service.learn.model.adapter_folder import Base, refuse_other_shapes
+from service.learn.model.optimizer import MOMENTS
 from service.learn.model.sharding import begin_host_copy, finish_host_copies, shard_bounds
-from service.learn.optimizer import MOMENTS
 
 METADATA_FILE = "learner.json"
 

@@ -28,9 +28,8 @@ from service.learn.checkpoint import (
 from service.learn.device_batch import DeviceBatch
 from service.learn.losses.objective import FixedLogprobs, Objective
 from service.learn.losses.step_metrics import Sums, not_finite, step_metrics
-from service.learn.model.frozen_weights import FrozenWeights
-from service.learn.model.policy import Policy
-from service.learn.optimizer import Optimizer, learning_rate, square_norm
+from service.learn.model.optimizer import Optimizer, learning_rate, square_norm
+from service.learn.model.policy import FrozenWeights, Policy
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch
 
@@ -123,7 +122,6 @@ class Learner:
         return [FixedLogprobs(*logprobs) for logprobs in zip(current, proximal, reference, strict=True)]
 
     def _apply(self, sums: Sums, n_tokens: int) -> StepReport:
-        """Take the optimizer step if loss and gradient are finite over all ranks."""
         master_weights = self.policy.master_weights
         sums.add("grad_square", square_norm(master_weights.gradients(), self.policy.device) / self.policy.n_copies)
         lr = learning_rate(self._trainer, self.steps, self._max_steps)
@@ -143,17 +141,12 @@ class Learner:
 
         The learner draws no random numbers, so weights, optimizer, frozen weights and step are the whole state.
         """
+        policy = self.policy
         metadata = CheckpointMetadata.model_validate(
-            {
-                "steps": self.steps,
-                "frozen": self._frozen.taken_at,
-                "shapes": self._shapes(),
-                "base": self.policy.base,
-                "alpha": self.policy.alpha,
-                "world_size": self.policy.n_shards,
-            }
+            {"steps": self.steps, "frozen": self._frozen.taken_at, "shapes": self._shapes(), "base": policy.base}
+            | {"alpha": policy.alpha, "world_size": policy.n_shards}
         )
-        if self.policy.copy > 0:
+        if policy.copy > 0:
             return  # the ranks of the first copy hold the same rows
         self._writer.start(folder, self._state(), metadata)
         if not background:

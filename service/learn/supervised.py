@@ -15,8 +15,8 @@ import torch
 from service.errors import RunFailed
 from service.learn.device_batch import unsampled_micro_batch
 from service.learn.losses.step_metrics import Sums
+from service.learn.model.optimizer import Optimizer, square_norm
 from service.learn.model.policy import Policy
-from service.learn.optimizer import Optimizer, square_norm
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch, SupervisedRow
 
@@ -84,24 +84,17 @@ class SupervisedSteps:
         """This rank's micro-batches, with empty ones so that all ranks have equally many, and the number of loss tokens
         on all ranks."""
         policy = self._policy
-        mine = rows[policy.batch_part :: policy.n_batch_parts]
-        micros = _pack(mine, self._settings.trainer.tokens_of_micro_batch)
-        n_tokens, n_micros = self._count(micros)
+        micros = _pack(rows[policy.batch_part :: policy.n_batch_parts], self._settings.trainer.tokens_of_micro_batch)
+        sums, mine = Sums(policy.device, policy.world_size), sum(int(micro.loss_mask_N.sum()) for micro in micros)
+        sums.add("tokens", torch.tensor(mine, device=policy.device))
+        sums.max("micros", torch.tensor([len(micros)], device=policy.device))
+        totals = sums.totals()
+        n_tokens = int(totals["tokens"]) // policy.slice.of
         if n_tokens == 0:
             raise ValueError("no token of the supervised rows is to be learned")
-        return micros + [unsampled_micro_batch([])] * (n_micros - len(micros)), n_tokens
-
-    def _count(self, micros: Sequence[MicroBatch]) -> tuple[int, int]:
-        """The number of loss tokens on all ranks together, and the largest number of micro-batches on any rank."""
-        device = self._policy.device
-        sums = Sums(device, self._policy.world_size)
-        sums.add("tokens", torch.tensor(sum(int(micro.loss_mask_N.sum()) for micro in micros), device=device))
-        sums.max("micros", torch.tensor([len(micros)], device=device))
-        totals = sums.totals()
-        return int(totals["tokens"]) // self._policy.slice.of, int(totals["micros"])
+        return micros + [unsampled_micro_batch([])] * (int(totals["micros"]) - len(micros)), n_tokens
 
     def _accumulate(self, micros: Sequence[MicroBatch], n_tokens: int) -> dict[str, float]:
-        """Accumulate the gradient; returns the loss and the squared norm of the gradient over all ranks."""
         policy = self._policy
         sums = Sums(policy.device, policy.world_size)
         for micro in micros:

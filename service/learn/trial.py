@@ -26,8 +26,8 @@ from service.config.learn import TrainerConfig
 from service.handoff.batches.pack import MIN_SHARED
 from service.learn.device_batch import unsampled_micro_batch
 from service.learn.learner import Learner
+from service.learn.model.optimizer import Optimizer
 from service.learn.model.policy import Policy
-from service.learn.optimizer import Optimizer
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch, SupervisedRow
 

@@ -18,9 +18,9 @@ from service.config.learn import TrainerConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import UserError
 from service.learn.compile import compiles_layers
+from service.learn.model.hf_checkpoint import HEAD
 from service.learn.model.hf_config import code_of_the_model, read_config
 from service.learn.model.logprob import CHUNK_ENTRIES
-from service.learn.model.names import HEAD
 from service.learn.model.policy_model import Checkpointing, stored_shapes, trained_shapes
 from service.learn.settings import LearnSettings
 from service.model_folder import EMBEDDING, experts_of

@@ -12,11 +12,15 @@ from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from service.errors import UserError
-from service.learn.model.hf_config import read_config
-from service.model_folder import FAMILIES, MODEL_CONFIG, model_config, near_family, quantised
-from tests.families.prove import prove
+from service.learn.model.hf_config import logit_scale, read_config
+from service.model_folder import FAMILIES, MODEL_CONFIG, experts_of, model_config, near_family, quantised
+from tests.families.prove import Finding, prove
 from tests.families.small import shrunk, small_config
-from tests.families.table import families_table
+
+HEADING = """\
+| family | layers | what is read from its configuration | comparisons | largest difference |
+|---|---|---|---|---|
+"""
 
 
 def main() -> int:
@@ -29,12 +33,16 @@ def main() -> int:
         help="a Hugging Face folder, a config.json or a model type; none: the table",
     )
     model = parser.parse_args().model
-    _quietly()
+    torch.set_num_threads(1)  # the models are so small that threads would only wait for each other
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         if model is not None:
             return check(model)
-        for line in families_table(FAMILIES):
-            print(line, end="", flush=True)
+        print(HEADING, end="")
+        for family in FAMILIES:
+            config = small_config(family)
+            print(family_line(family, config, prove(config)), end="", flush=True)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -43,7 +51,7 @@ def main() -> int:
 
 def check(model: str) -> int:
     """Print the result of each comparison; returns 1 if a comparison fails."""
-    config = _small(model, _folder(model))
+    config = _small(model)
     findings = prove(config)
     alike: dict[str, list[str]] = {}
     for finding in findings:
@@ -63,34 +71,22 @@ def check(model: str) -> int:
     return 0
 
 
-def _quietly() -> None:
-    torch.set_num_threads(1)  # the models are so small that threads would only wait for each other
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-
-def _folder(model: str) -> Path | None:
-    """The folder of a model, given by its path or that of its config.json; None: `model` is a model type.
+def _small(model: str) -> PretrainedConfig:
+    """A small model like the one in a folder, given by its path or that of its config.json; or of a model type.
 
     Raises:
-        UserError: there is no such folder, or it has no config.json.
+        UserError: there is no such folder and no such model type, or the model's weights are quantised.
     """
     path = Path(model)
     folder = path.parent if path.name == MODEL_CONFIG else path
-    if (folder / MODEL_CONFIG).is_file():
-        return folder
-    if "/" in model:
+    if "/" in model and not (folder / MODEL_CONFIG).is_file():
         raise UserError(f"{folder}: " + (f"there is no {MODEL_CONFIG}" if folder.is_dir() else "no such folder"))
-    return None
-
-
-def _small(model: str, folder: Path | None) -> PretrainedConfig:
-    """A small model like the one in a folder, or of a model type; raises a `UserError` if transformers has no such
-    model, or if the model's weights are quantised."""
-    if folder is not None and (reason := quantised(model_config(folder))):
-        raise UserError(f"{model} cannot be trained: {reason}")
     try:
-        return small_config(model) if folder is None else shrunk(read_config(folder, proven=False))
+        if not (folder / MODEL_CONFIG).is_file():
+            return small_config(model)
+        if reason := quantised(model_config(folder)):
+            raise UserError(f"{model} cannot be trained: {reason}")
+        return shrunk(read_config(folder, proven=False))
     except ValueError as error:
         near = near_family(model)
         raise UserError(
@@ -101,6 +97,36 @@ def _small(model: str, folder: Path | None) -> PretrainedConfig:
         raise UserError(
             f"{model} cannot be trained: its configuration lacks what all families have: {error}"
         ) from error
+
+
+def family_line(family: str, config: PretrainedConfig, findings: list[Finding]) -> str:
+    """The line of a model family in the table: its name, its layers, its traits, and the results of its proof."""
+    passed = sum(finding.holds for finding in findings)
+    worst = max(finding.difference for finding in findings)
+    cells = (f"`{family}`", _layers(config), ", ".join(_traits(config)) or "-", f"{passed} of {len(findings)}")
+    return f"| {' | '.join(cells)} | {worst:.0e} |\n"
+
+
+def _layers(config: PretrainedConfig) -> str:
+    kinds = {kind.removesuffix("_attention") for kind in getattr(config, "layer_types", None) or ()}
+    if not kinds:
+        kinds = {"sliding" if getattr(config, "sliding_window", None) else "full"}
+    return ", ".join(sorted(kinds))
+
+
+def _traits(config: PretrainedConfig) -> list[str]:
+    """The family's differences from Llama, according to the configuration."""
+    settings = config.to_dict()
+    no_rope = 0 in (settings.get("no_rope_layers") or ())
+    partial_rope = (settings.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) != 1.0
+    found = {
+        "experts": experts_of(config) > 0,
+        "tied head": config.tie_word_embeddings,
+        "scaled logits": logit_scale(config) != 1,
+        "layers without RoPE": no_rope,
+        "RoPE on a part of each head": partial_rope,
+    }
+    return [trait for trait, has in found.items() if has]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from service.handoff.scoring import Answer
 from service.handoff.steps.values import StopReason
 from service.handoff.steps.wire import accepted_group
 from service.learn.learner import StepReport
-from service.learn.model.sharding import Rows
+from service.learn.model.sharding import WeightRows
 from service.observe.metrics import Metrics
 from service.rollout.environment import Task
 from service.rollout.environments.env_metrics import EnvMetrics
@@ -98,9 +98,9 @@ class SimLearner:
         self.steps += 1
         return StepReport(True, None, {})
 
-    def _shards(self) -> dict[str, Rows]:
+    def _shards(self) -> dict[str, WeightRows]:
         rows = torch.full((ROWS_OF_RANK, 2), float(self.steps))
-        return {"w": Rows((RANKS * ROWS_OF_RANK, 2), self._rank * ROWS_OF_RANK, rows)}
+        return {"w": WeightRows((RANKS * ROWS_OF_RANK, 2), self._rank * ROWS_OF_RANK, rows)}
 
     def save(self, folder: Path, background: bool) -> None:
         """Write the number of steps."""

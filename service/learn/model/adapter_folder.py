@@ -107,13 +107,13 @@ def write_adapter(folder: Path, base: Base, lora: LoraConfig, tensors: Mapping[s
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "target_modules": sorted(lora.targets),
+        "inference_mode": True,
         "lora_dropout": 0.0,
         "bias": "none",
-        "inference_mode": True,
-        **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out"), False),
         "modules_to_save": None,
         "rank_pattern": {},
         "alpha_pattern": {},
+        **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out"), False),
     }
     with atomic_folder(folder) as partial:
         (partial / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from importlib.util import find_spec
 from inspect import signature
 from typing import Any, cast
 
 import torch
-import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
@@ -29,38 +27,19 @@ log = logging.getLogger(__name__)
 
 NAME = "baton_packed"
 
-FLASH_ATTENTION_3 = "flash_attn_interface"
-"""Name of the module that the package flash-attn-3 installs."""
-HOPPER = 9
-"""Major compute capability of Hopper GPUs, for which FlashAttention 3 is made."""
-
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """Arguments that allow fewer key heads than query heads; older torch always allows this and has no such argument."""
 
 
 @cache
 def use_fastest_attention(device: torch.device) -> str:
-    """Choose the fastest attention kernel for this GPU, and return and log its name: FA4, FA3 or FA2.
-
-    FlashAttention 4 and 3 are used where they are installed and work; FlashAttention 2 is part of torch.
-    """
+    """Choose the fastest attention kernel for this GPU, and return and log its name: FA4 where FlashAttention 4 is
+    installed and works, else FA2, which is part of torch."""
     if device.type != "cuda":
         return "FA2"
-    chosen = "FA4" if flash.begin(device) else _of_torch(device)
+    chosen = "FA4" if flash.begin(device) else "FA2"
     log.info("attention: FlashAttention %s", chosen[2:])
     return chosen
-
-
-def _of_torch(device: torch.device) -> str:
-    """Let torch use FlashAttention 3 if it is installed and works with this GPU and torch; returns FA3 or FA2."""
-    if find_spec(FLASH_ATTENTION_3) is None or torch.cuda.get_device_capability(device)[0] != HOPPER:
-        return "FA2"
-    try:
-        torch.nn.attention.activate_flash_attention_impl("FA3")
-    except (ImportError, OSError, RuntimeError) as error:
-        log.warning("FlashAttention 3 is installed and cannot be used (%s)", error)
-        return "FA2"
-    return "FA3"
 
 
 WINDOW = "sliding_window"

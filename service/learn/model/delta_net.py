@@ -19,10 +19,8 @@ Source: Yang et al. 2024 (Gated Delta Networks), arXiv:2412.06464, section 3.3; 
 from __future__ import annotations
 
 import math
-from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -113,10 +111,7 @@ def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
     """The output of each token, [N, heads, value_dim], from queries and keys [N, heads, key_dim], values
-    [N, heads, value_dim], log decay `g` and beta [N, heads]; all in float32 (float64 for a float64 model). On a GPU,
-    the kernels of flash-linear-attention are used if they are installed."""
-    if query.is_cuda and (kernel := _fla()) is not None:
-        return _by_kernel(kernel, query, key, value, g, beta, chunks)
+    [N, heads, value_dim], log decay `g` and beta [N, heads]; all in float32 (float64 for a float64 model)."""
     query, key = (x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt() for x in (query, key))
     query = query * query.shape[-1] ** -0.5
     n_chunks = sum(chunks.active_T)
@@ -155,23 +150,3 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta:
         state = fraction * state + writes.mT @ added
     out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
     return out.index_select(0, chunks.slot_N)
-
-
-@cache
-def _fla() -> Any:
-    """The kernel of flash-linear-attention; None if it is not installed."""
-    if find_spec("fla") is None:
-        return None
-    return import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-
-
-def _by_kernel(
-    kernel: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunks: Chunks
-) -> Tensor:
-    ends = torch.bincount(chunks.row_N, minlength=chunks.active_T[0]).cumsum(0)
-    lines = [x[None].to(torch.bfloat16) for x in (query, key, value)]
-    out, _ = kernel(
-        *lines, g=g[None], beta=beta[None], cu_seqlens=F.pad(ends, (1, 0)).to(torch.int32),
-        use_qk_l2norm_in_kernel=True, output_final_state=False,
-    )  # fmt: skip
-    return cast(Tensor, out[0].to(value.dtype))

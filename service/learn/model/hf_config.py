@@ -27,22 +27,13 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Supported kinds of position embeddings: a token's embedding does not depend on its row or micro-batch."""
 
 MAX_SHAPE = {
-    "num_hidden_layers": 256,
+    **dict.fromkeys(("num_hidden_layers", "decoder_sparse_step"), 256),
     "vocab_size": 1 << 22,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 20,
-    "moe_intermediate_size": 1 << 20,
-    "shared_expert_intermediate_size": 1 << 20,
-    "num_attention_heads": 1 << 14,
-    "num_key_value_heads": 1 << 14,
-    "head_dim": 1 << 14,
-    "num_experts": 1 << 14,
-    "num_experts_per_tok": 1 << 14,
-    "decoder_sparse_step": 256,
-    "linear_num_key_heads": 1 << 14,
-    "linear_num_value_heads": 1 << 14,
-    "linear_key_head_dim": 1 << 14,
-    "linear_value_head_dim": 1 << 14,
+    **dict.fromkeys(("hidden_size", "intermediate_size"), 1 << 20),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 1 << 20),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 1 << 14),
+    **dict.fromkeys(("num_experts", "num_experts_per_tok"), 1 << 14),
+    **{f"linear_{name}": 1 << 14 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")},
     "linear_conv_kernel_dim": 1 << 14,
 }
 """Largest allowed dimensions of a model, larger than in any published model. Beyond them, sizes overflow or the model
@@ -153,7 +144,6 @@ def _impossible(settings: Mapping[str, Any]) -> str | None:
 
 
 def _unsupported(config: PretrainedConfig) -> str | None:
-    """Return why a model of this configuration cannot be trained; None if it can."""
     usual = type(config)()
     for name in ACTIVATIONS:
         if (given := getattr(config, name, None)) != (computed := getattr(usual, name, None)):
@@ -183,5 +173,4 @@ def _unsupported(config: PretrainedConfig) -> str | None:
 
 
 def _ropes(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The settings of RoPE: one for all layers, or one for each type of layer."""
     return [of_layers for of_layers in rope.values() if isinstance(of_layers, Mapping)] or [rope]

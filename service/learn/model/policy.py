@@ -1,4 +1,4 @@
-"""The policy on one rank: its shards of the model, and their master weights."""
+"""The policy on one rank: its shards of the model, their master weights, and frozen copies of earlier weights."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from service.config.learn import AlgorithmConfig
 from service.errors import BatonError
 from service.learn.compile import compiles_layers
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.model.adapter_folder import Base, peft_names, read_adapter, write_adapter
 from service.learn.model.attention import use_fastest_attention
-from service.learn.model.hf_checkpoint import load_weights, stored_names, write_folder
+from service.learn.model.hf_checkpoint import Names, load_weights, stored_names, write_folder
 from service.learn.model.hf_config import read_config, unread_weights
 from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.lora import adapter_off, add_adapter, begin_adapter
-from service.learn.model.master_weights import MasterWeights, randomize
-from service.learn.model.names import Names
+from service.learn.model.optimizer import MasterWeights, randomize
 from service.learn.model.policy_model import Checkpointing, allocate, empty_model, stored_buffers
 from service.learn.model.sharding import (
-    Rows,
+    WeightRows,
     full_state_dict,
     local_rows,
     local_shard,
@@ -202,7 +202,7 @@ class Policy:
             return None
         return self._names.split(whole) if self.lora is None else peft_names(whole)
 
-    def shards(self) -> dict[str, Rows]:
+    def shards(self) -> dict[str, WeightRows]:
         """This rank's rows of each trained weight, under the names that `weights` uses. The rows are not copied, and
         keep the data type of the parameters."""
         rows = local_rows(self.master_weights.parameters)
@@ -224,3 +224,68 @@ class Policy:
             adapter = full_state_dict(masters, self.accumulation_dtype, self.device, self.rank)
             if adapter is not None:
                 write_adapter(folder, self.base, self.lora, adapter)
+
+
+class FrozenWeights:
+    """Copies of the policy at an earlier step, by kind: `proximal` for the proximal anchor, `reference` for the KL
+    term. Only the kinds that the configuration needs are copied.
+
+    Each rank copies its shard of the master weights (float32, on the device or in CPU memory). For a forward pass the
+    copy is swapped with the trained weights and afterwards swapped back, so no second model is needed. If an adapter is
+    trained, only the adapter is copied. The KL reference is then the base model without the adapter, unless the
+    reference is renewed (`algorithm.reference.refresh_every`).
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig, policy: Policy) -> None:
+        self._policy = policy
+        self._on_cpu = algorithm.reference.on_cpu
+        self._refresh_every: dict[str, int] = {}
+        """Optimizer steps after which each kind of copy is renewed; 0: never. A proximal anchor that would be renewed
+        at every step is the current policy, and needs no copy."""
+        if algorithm.anchor == "proximal" and algorithm.anchor_every > 1:
+            self._refresh_every["proximal"] = algorithm.anchor_every
+        self._reference_is_base = policy.lora is not None and not algorithm.reference.refresh_every
+        if algorithm.kl_coef > 0:
+            self._refresh_every["reference"] = algorithm.reference.refresh_every
+        self.copies: dict[str, dict[str, Tensor]] = {}
+        """The copied tensors, by kind and by name of the weight."""
+        self.taken_at: dict[str, int] = {}
+        """Number of optimizer steps of the policy when the copy was made, by kind."""
+
+    def logprobs(self, kind: str, micros: Sequence[DeviceBatch], step: int) -> list[Tensor] | list[None]:
+        """For each micro-batch, [M] the log-probabilities of its loss tokens under the frozen weights; None for each
+        micro-batch if they are not needed."""
+        if kind not in self._refresh_every:
+            return [None] * len(micros)
+        if kind == "reference" and self._reference_is_base:
+            return self._policy.base_logprobs(micros)
+        every = self._refresh_every[kind]
+        if kind not in self.copies or (every and step - self.taken_at[kind] >= every):
+            self.take(kind, step)
+        self._exchange(kind)
+        try:
+            return self._policy.logprobs(micros)
+        finally:
+            self._exchange(kind)
+
+    @torch.no_grad()
+    def take(self, kind: str, step: int) -> None:
+        """Copy the current weights as frozen weights; `step`: the number of optimizer steps taken so far."""
+        self.taken_at[kind] = step
+        masters = self._policy.master_weights.tensors
+        if kind not in self.copies:
+            self.copies[kind] = {
+                name: master.to("cpu" if self._on_cpu else master.device, copy=True) for name, master in masters.items()
+            }
+            return
+        for name, master in masters.items():
+            self.copies[kind][name].copy_(master)
+
+    @torch.no_grad()
+    def _exchange(self, kind: str) -> None:
+        copies = self.copies[kind]
+        for name, master in self._policy.master_weights.tensors.items():
+            kept = master.clone()
+            master.copy_(copies[name])
+            copies[name].copy_(kept)
+        self._policy.master_weights.write_back()

@@ -133,7 +133,6 @@ def shard_rows(parameter: Tensor) -> slice:
 
 
 def _row_axis(parameter: DTensor) -> int:
-    """The axis of the mesh that divides the rows, which is the last one."""
     *copies, rows = parameter.placements
     if rows != Shard(0) or not all(placement.is_replicate() for placement in copies):
         raise ValueError(f"unexpected placements {parameter.placements}")
@@ -145,7 +144,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class Rows(NamedTuple):
+class WeightRows(NamedTuple):
     """Consecutive rows of a weight, with their place in the weight."""
 
     shape: tuple[int, ...]
@@ -157,13 +156,13 @@ class Rows(NamedTuple):
 
 
 @torch.no_grad()
-def local_rows(parameters: Mapping[str, Tensor]) -> dict[str, Rows]:
+def local_rows(parameters: Mapping[str, Tensor]) -> dict[str, WeightRows]:
     """This rank's rows of each parameter, without a copy.
 
     If there are several copies of the model, only the ranks of the first copy return rows; other ranks return no rows.
     """
     return {
-        name: Rows(tuple(parameter.shape), shard_rows(parameter).start or 0, _held(parameter))
+        name: WeightRows(tuple(parameter.shape), shard_rows(parameter).start or 0, _held(parameter))
         for name, parameter in parameters.items()
     }
 

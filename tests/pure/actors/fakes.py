@@ -20,7 +20,7 @@ from actors.weights.part import Source, WeightBucket, WeightPart
 from actors.weights.part_buffers import PartBuffers
 from actors.weights.policy_tensors import WeightBytes, checksum_of
 from actors.weights.weight_source import PublishedWeights
-from service.learn.model.sharding import Rows, shard_bounds
+from service.learn.model.sharding import WeightRows, shard_bounds
 from service.run.liveness.supervisor import Life
 from service.types import PolicyVersion
 
@@ -28,16 +28,16 @@ ONE_BUCKET = (Source(WeightPart(((0, 16),)), "/rank-0"),)
 """A file of weights that is one bucket of one rank."""
 
 
-def all_rows(weights: Mapping[str, Tensor]) -> dict[str, Rows]:
+def all_rows(weights: Mapping[str, Tensor]) -> dict[str, WeightRows]:
     """These weights as the only rank has them."""
-    return {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in weights.items()}
+    return {name: WeightRows(tuple(tensor.shape), 0, tensor) for name, tensor in weights.items()}
 
 
-def on_ranks(weights: Mapping[str, Tensor], n_ranks: int) -> list[dict[str, Rows]]:
+def on_ranks(weights: Mapping[str, Tensor], n_ranks: int) -> list[dict[str, WeightRows]]:
     """What each rank has of these weights, as FSDP cuts them."""
     return [
         {
-            name: Rows(tuple(tensor.shape), start, tensor[start:stop])
+            name: WeightRows(tuple(tensor.shape), start, tensor[start:stop])
             for name, tensor in weights.items()
             for start, stop in [shard_bounds(len(tensor), rank, n_ranks)]
         }

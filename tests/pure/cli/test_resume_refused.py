@@ -24,8 +24,8 @@ from service.handoff.journal.journal import Journal
 from service.learn.checkpoint import METADATA_FILE, CheckpointMetadata, CheckpointWriter
 from service.learn.model.adapter_folder import Base
 from service.learn.model.hf_config import read_config
+from service.learn.model.optimizer import MOMENTS
 from service.learn.model.policy_model import trained_shapes
-from service.learn.optimizer import MOMENTS
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import rows_digest, write_rows
 from service.run.checkpoints import TRAINER, Checkpoints

@@ -18,8 +18,8 @@ from service.cli.parser import main
 from service.config import load_config, resolved_yaml
 from service.learn.checkpoint import CheckpointMetadata, CheckpointWriter
 from service.learn.model.hf_config import read_config
+from service.learn.model.optimizer import MOMENTS
 from service.learn.model.policy_model import trained_shapes
-from service.learn.optimizer import MOMENTS
 from service.run.checkpoints import MANIFEST, TRAINER, Checkpoints
 from service.run.records.writer import RunWriter
 

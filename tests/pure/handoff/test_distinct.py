@@ -11,7 +11,7 @@ import torch
 from service.handoff.batches.pack import MIN_SHARED, prefix_order
 from service.learn import attention_layout
 from service.learn.attention_layout import Lines, Packing
-from service.learn.layouts import distinct_slots
+from service.learn.device_batch import distinct_slots
 from tests.pure.learn.builders import CPU
 from tests.pure.learn.trees import tree_rows
 

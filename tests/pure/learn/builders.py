@@ -17,6 +17,7 @@ from service.learn.model.tiny_model import make_model
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch
 
+CPU = torch.device("cpu")
 VOCABULARY = 37
 SHAPE = {
     "hidden_size": 32,
@@ -130,4 +131,20 @@ def mini_batch(ranks: Sequence[Sequence[Sequence[MadeRow]]], trajectories: int, 
     )
 
 
-CPU = torch.device("cpu")
+def row_by_row(
+    folder: Path, rows: Sequence[MadeRow], dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[M] log-probabilities of loss tokens, and entropies, by transformers' own forward pass of each row alone."""
+    from transformers import AutoModelForCausalLM  # here, because importing it takes seconds
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
+    logprobs, entropies = [], []
+    for row in rows:
+        if len(row.token_ids) == 0:
+            continue
+        ids = torch.from_numpy(row.token_ids).long()
+        table = (model(ids[None]).logits[0, :-1] / row.temperature).log_softmax(-1)
+        mask = torch.from_numpy(row.loss_mask)[1:]
+        logprobs.append(table.gather(1, ids[1:, None])[:, 0][mask])
+        entropies.append(-(table.exp() * table).sum(-1)[mask])
+    return torch.cat(logprobs).detach(), torch.cat(entropies).detach()

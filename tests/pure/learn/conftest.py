@@ -4,14 +4,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pure.learn import varlen
 from tests.pure.learn.builders import small_model
+from tests.pure.learn.families import FAMILIES, saved
 from tests.pure.learn.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_model(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(request.param, tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +29,3 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def varlen_on_cpu() -> None:
-    varlen.register()

@@ -3,67 +3,81 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
+from service.config.adapter import LoraConfig
 from service.errors import UserError
 from service.learn.learner import Learner
 from service.learn.model.tiny_model import make_model
 from service.learn.settings import LearnSettings
 from service.types import MiniBatch
-from tests.pure.learn.builders import CPU, SHAPE, VOCABULARY, MadeRow, made_rows, mini_batch, settings
+from tests.pure.learn.builders import CPU, SHAPE, VOCABULARY, made_rows, settings, small_model
+from tests.pure.learn.outcomes import batch_in
 from tests.pure.learn.ranks import Ranks
 
+PART = "rank_0_of_1.safetensors"
 
-def configured(dtype: str = "float32") -> LearnSettings:
+
+LORA = LoraConfig(rank=4)
+
+
+def configured(dtype: str = "float32", lora: LoraConfig | None = None) -> LearnSettings:
     algorithm: dict[str, Any] = {"anchor": "proximal", "anchor_every": 3, "kl_coef": 0.1}
-    return settings(algorithm, {"schedule": "linear", "warmup_steps": 2}, dtype=dtype)
+    return settings(algorithm, {"schedule": "linear", "warmup_steps": 2}, dtype=dtype, lora=lora)
 
 
 def batches(world_size: int) -> list[MiniBatch]:
-    return [_sharded(made_rows(6, seed=50 + number), world_size) for number in range(4)]
-
-
-def _sharded(rows: list[MadeRow], world_size: int) -> MiniBatch:
-    return mini_batch([[[row for row in rows if row.trajectory % world_size == rank]] for rank in range(world_size)], 6)
+    return [batch_in(world_size, made_rows(6, seed=50 + number)) for number in range(4)]
 
 
 def steps(learner: Learner, these: list[MiniBatch]) -> list[float]:
     return [learner.step(batch).metrics["policy/policy_loss"] for batch in these]
 
 
-def save_after_two(rank: int, world_size: int, model: Path, folder: Path, dtype: str) -> list[float]:
-    learner = Learner(configured(dtype), model, CPU, rank, world_size)
+def save_after_two(
+    rank: int, world_size: int, model: Path, folder: Path, dtype: str = "float32", lora: LoraConfig | None = None
+) -> list[float]:
+    learner = Learner(configured(dtype, lora), model, CPU, rank, world_size)
     steps(learner, batches(world_size)[:2])
     learner.save(folder)
     return steps(learner, batches(world_size)[2:])
 
 
-def resume(rank: int, world_size: int, model: Path, folder: Path, dtype: str) -> list[float]:
-    learner = Learner(configured(dtype), model, CPU, rank, world_size)
+def resume(
+    rank: int, world_size: int, model: Path, folder: Path, dtype: str = "float32", lora: LoraConfig | None = None
+) -> list[float]:
+    learner = Learner(configured(dtype, lora), model, CPU, rank, world_size)
     learner.load(folder)
     return steps(learner, batches(world_size)[2:])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_learner_takes_the_same_steps(model_folder: Path, tmp_path: Path, dtype: str) -> None:
-    expected = save_after_two(0, 1, model_folder, tmp_path / "step_2", dtype)
-    assert resume(0, 1, model_folder, tmp_path / "step_2", dtype) == expected
+@pytest.mark.parametrize(("dtype", "lora"), [("float32", None), ("bfloat16", None), ("bfloat16", LORA)])
+def test_a_resumed_learner_takes_the_same_steps(
+    model_folder: Path, tmp_path: Path, dtype: str, lora: LoraConfig | None
+) -> None:
+    expected = save_after_two(0, 1, model_folder, tmp_path, dtype, lora)
+    assert resume(0, 1, model_folder, tmp_path, dtype, lora) == expected
+    with safe_open(tmp_path / PART, "pt") as opened:
+        trained = [name for name in opened.keys() if "lora_" in name]  # noqa: SIM118
+        assert len(trained) == (0 if lora is None else len(opened.keys())), "a checkpoint of an adapter is small"
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 2)])
 def test_a_learner_resumes_on_another_number_of_ranks(
     model_folder: Path, tmp_path: Path, ranks: Ranks, before: int, after: int
 ) -> None:
     folder = tmp_path / "step_2"
-    expected = ranks(before, save_after_two, model_folder, folder, "float32")[0]
-    for losses in ranks(after, resume, model_folder, folder, "float32"):
+    expected = ranks(before, save_after_two, model_folder, folder)[0]
+    for losses in ranks(after, resume, model_folder, folder):
         assert losses == pytest.approx(expected, rel=1e-4)
 
 
@@ -83,18 +97,8 @@ def test_steps_taken_while_a_checkpoint_is_written_are_not_in_it(
     expected = steps(learner, batches(1)[2:])
     stepped.set()
     learner.finish_save()
-    assert resume(0, 1, model_folder, tmp_path, "float32") == expected
+    assert resume(0, 1, model_folder, tmp_path) == expected
     assert sorted(file.name for file in tmp_path.iterdir()) == ["learner.json", "rank_0_of_1.safetensors"]
-
-
-def test_a_checkpoint_without_one_of_its_parts_is_refused(model_folder: Path, tmp_path: Path) -> None:
-    learner = Learner(configured(), model_folder, CPU, 0, 1)
-    learner.save(tmp_path)
-    (tmp_path / "rank_0_of_1.safetensors").unlink()
-    with pytest.raises(UserError, match=r"not whole: rank_0_of_1\.safetensors is missing"):
-        learner.load(tmp_path)
-    with pytest.raises(UserError, match="holds no checkpoint"):
-        learner.load(tmp_path / "absent")
 
 
 def kept(learner: Learner) -> dict[str, torch.Tensor]:
@@ -131,27 +135,49 @@ def test_a_checkpoint_of_another_model_is_refused(
     refused(Learner(configured(), model_folder, CPU, 0, 1), tmp_path / "step_0", f"of another model: .*{reason}")
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{", '{"steps": 7}', '{"world_size": 0, "steps": 7, "frozen": {}, "shapes": {}}'],
-)
-def test_metadata_that_are_damaged_are_refused(model_folder: Path, tmp_path: Path, text: str) -> None:
-    learner = Learner(configured(), model_folder, CPU, 0, 1)
-    learner.save(tmp_path)
-    (tmp_path / "learner.json").write_text(text)
-    refused(learner, tmp_path, r"is damaged: learner\.json")
+def test_a_checkpoint_of_all_weights_or_of_an_adapter_for_another_base_is_refused(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    learners = [Learner(configured(lora=lora), model_folder, CPU, 0, 1) for lora in (None, LORA)]
+    for number, learner in enumerate(learners):
+        learner.save(tmp_path / str(number))
+    refused(learners[1], tmp_path / "0", r"holds all weights, but the configuration trains an adapter \(model\.lora\)")
+    refused(learners[0], tmp_path / "1", r"holds an adapter, but the configuration trains all weights \(model\.lora\)")
+    other = small_model(tmp_path / "other", seed=1)
+    refused(Learner(configured(lora=LORA), other, CPU, 0, 1), tmp_path / "1", rf"another model than {other}; use")
+    moved = Path(shutil.copytree(model_folder, tmp_path / "moved"))
+    Learner(configured(lora=LORA), moved, CPU, 0, 1).load(tmp_path / "1")
 
 
-def test_a_part_that_is_damaged_is_refused(model_folder: Path, tmp_path: Path) -> None:
-    learner = Learner(configured(), model_folder, CPU, 0, 1)
-    learner.save(tmp_path)
-    part = tmp_path / "rank_0_of_1.safetensors"
-    whole = part.read_bytes()
-    part.write_bytes(whole[:-100])
-    refused(learner, tmp_path, r"is damaged: rank_0_of_1\.safetensors cannot be read")
-    metadata = (tmp_path / "learner.json").read_text().strip()
+def cut_short(part: Path) -> None:
+    part.write_bytes(part.read_bytes()[:-100])
+
+
+def of_fewer_tensors(part: Path) -> None:
+    metadata = part.with_name("learner.json").read_text().strip()
     save_file({"weights/model.norm.weight": torch.zeros(32)}, part, {"learner.json": metadata})
-    refused(learner, tmp_path, r"is damaged: exp_avg/\S+ in rank_0_of_1\.safetensors is not what learner\.json says")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "reason"),
+    [
+        *(
+            ("learner.json", lambda file, text=text: file.write_text(text), r"is damaged: learner\.json")
+            for text in ("", "[]", '{"steps": 7}', '{"world_size": 0, "steps": 7, "frozen": {}, "shapes": {}}')
+        ),
+        ("learner.json", Path.unlink, "holds no checkpoint"),
+        (PART, Path.unlink, r"not whole: rank_0_of_1\.safetensors is missing"),
+        (PART, cut_short, r"is damaged: rank_0_of_1\.safetensors cannot be read"),
+        (PART, of_fewer_tensors, r"is damaged: exp_avg/\S+ in rank_0_of_1\.safetensors is not what learner\.json says"),
+    ],
+)
+def test_a_checkpoint_that_is_damaged_or_not_whole_is_refused(
+    model_folder: Path, tmp_path: Path, name: str, damage: Callable[[Path], object], reason: str
+) -> None:
+    learner = Learner(configured(), model_folder, CPU, 0, 1)
+    learner.save(tmp_path)
+    damage(tmp_path / name)
+    refused(learner, tmp_path, reason)
 
 
 def test_a_save_over_another_that_was_cut_off_is_not_taken_for_a_whole_one(
@@ -183,12 +209,3 @@ def test_what_went_wrong_in_the_background_is_raised(model_folder: Path, tmp_pat
     with pytest.raises(OSError, match=r"taken cannot be written: .*File exists"):
         learner.finish_save()
     learner.finish_save()
-
-
-def test_the_optimizer_counts_on(model_folder: Path, tmp_path: Path) -> None:
-    save_after_two(0, 1, model_folder, tmp_path, "float32")
-    fresh = Learner(configured(), model_folder, CPU, 0, 1)
-    fresh.load(tmp_path)
-    assert fresh.steps == 2
-    rate = fresh.step(batches(1)[2]).metrics["policy/policy_lr"]
-    assert rate == pytest.approx(1e-3 * np.interp(0, [0, 98], [1, 0]))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.driver.prepare import prepare
-from benchmarks.shapes import SHAPES, model_folder
+from benchmarks.shapes import model_folder
 from service.cli.parser import main
 from service.config import Config, load
 from service.config.rollout import GeneratorConfig
@@ -30,7 +30,6 @@ RECIPES = {
     if path != FOUR_NODES
 }
 ON_GPUS = [path for path, config in RECIPES.items() if config.model.path is not None]
-ONE_NODE = [path for path in ON_GPUS if RECIPES[path].trainer.ranks == 4]
 A_MODEL_OF_ONES_OWN = "policy"
 """The model folder of deploy/kuberay/job, whose sizes are for the one below."""
 SIZED_FOR = "Qwen3-8B"
@@ -44,25 +43,14 @@ def of_recipe(config: Config, parent: Path) -> Path:
 
 
 @pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
-def test_a_recipe_fits_gpus_of_80_gb_with_a_tenth_to_spare(path: Path, tmp_path: Path) -> None:
+def test_a_recipe_fits_gpus_of_80_gb_with_a_tenth_to_spare_and_on_four_nodes_too(path: Path, tmp_path: Path) -> None:
     config = RECIPES[path]
     found = fit(FitSettings.of(config), of_recipe(config, tmp_path), H100)
-    print(path.name, *found.lines(), sep="\n  ")
     assert found.problem() is None
     assert found.rank_bytes <= (1 - MARGIN) * 80e9
-
-
-@pytest.mark.parametrize("path", ONE_NODE, ids=lambda path: path.stem)
-def test_a_recipe_fits_on_four_nodes_too(path: Path, tmp_path: Path) -> None:
-    config = load([path, FOUR_NODES]).config
-    assert fit(FitSettings.of(config), of_recipe(config, tmp_path), H100).problem() is None
-
-
-def test_every_shape_that_a_recipe_names_is_there() -> None:
-    assert {RECIPES[path].model.path.name.removesuffix("-Instruct") for path in ON_GPUS} <= {  # type: ignore[union-attr]
-        *SHAPES,
-        A_MODEL_OF_ONES_OWN,
-    }
+    if config.trainer.ranks == 4:
+        config = load([path, FOUR_NODES]).config
+        assert fit(FitSettings.of(config), of_recipe(config, tmp_path), H100).problem() is None
 
 
 def settings_of(*words: str) -> FitSettings:
@@ -74,12 +62,9 @@ def settings_of(*words: str) -> FitSettings:
 @pytest.mark.parametrize(
     ("name", "ranks", "checkpointing", "gigabytes"),
     [
-        ("Qwen3-0.6B", 1, True, 15.1),
         ("Qwen3-0.6B", 1, False, 47.1),
         ("Qwen3-0.6B", 4, True, 7.1),
-        ("Qwen3-4B", 8, True, 16.9),
         ("Qwen3-4B", 8, False, 114.0),
-        ("Qwen3-8B", 8, True, 29.1),
         ("Qwen2.5-7B", 8, True, 26.8),
         ("Qwen3-30B-A3B", 16, True, 43.5),
     ],
@@ -147,13 +132,6 @@ def test_an_engine_of_32_billion_parameters_needs_two_gpus_or_more_for_longer_re
     assert found is None if problem is None else (found or "").startswith(problem), found
 
 
-def test_fp8_without_correction_is_one_line_of_the_validation(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["config", "validate", "--config", str(ROOT / "configs/gsm8k.yaml"), "generator.quantization=fp8"]
-    assert main(words) == 2
-    said = capsys.readouterr().err
-    assert "generator.quantization" in said and said.count("\n") == 1
-
-
 def test_a_model_too_large_is_one_line_of_the_validation(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,31 +164,22 @@ def validated(folder: Path, *more: str) -> int:
 
 
 ODD: list[dict[str, Any]] = [
-    *(
-        {name: value}
-        for name in MAX_SHAPE
-        if "intermediate" not in name
-        for value in (0, -1, 10**12, 10**30, 2.5, True)
-    ),
+    *({name: 0} for name in MAX_SHAPE if "intermediate" not in name),
+    *({"num_attention_heads": value} for value in (-1, 10**30, 2.5, True)),
     {"num_hidden_layers": MAX_SHAPE["num_hidden_layers"] + 1},
     {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 64, "head_dim": None, "model_type": "qwen2"},
     {"num_attention_heads": 3},
     {"num_key_value_heads": 8},
     {"head_dim": 31},
-    {"intermediate_size": -1},
-    {"rope_parameters": None, "rope_theta": "x"},
     {"rope_parameters": None, "rope_theta": 0},
     {"rope_parameters": {"rope_type": "default", "rope_theta": -1e4}},
     {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}},
     {"rms_norm_eps": -1e-6},
-    {"rms_norm_eps": 10**30},
     {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
-    {"hidden_act": "nope"},
     {"hidden_act": "relu"},
     {"pad_token_id": 10**9},
     {"num_experts": 2, "num_experts_per_tok": 3, "model_type": "qwen3_moe"},
-    {"num_experts": 4, "num_experts_per_tok": 2, "model_type": "qwen3_moe", "decoder_sparse_step": 0},
-    {"model_type": "qwen3_next", "linear_conv_kernel_dim": 0},
+    {"initializer_range": "x"},
 ]
 
 
@@ -223,30 +192,18 @@ def test_a_description_that_is_of_no_model_is_refused_in_one_line(
     code, told = validated(model), capsys.readouterr().err
     assert (code, told.count("\n")) == (2, 1), told
     assert any(reason in told for reason in ("describes", "cannot be trained", "do not belong together"))
-
-
-@pytest.mark.parametrize("value", ["x", None])
-def test_what_transformers_says_of_a_description_is_told_whole(
-    value: Any, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = model / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"initializer_range": value}))
-    assert validated(model) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "initializer_range" in told and "expected float" in told
+    assert "initializer_range" not in odd or "expected float" in told, "what transformers says is told"
 
 
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
         ("generator.tensor_parallel_size=3", "3 GPUs cannot divide the model among themselves"),
-        ("generator.tensor_parallel_size=1000000", "1000000 GPUs cannot divide the model among themselves"),
         ("generator.kv_cache_bytes=1000", "1000 cannot hold one request"),
-        ("generator.gpu_memory_utilization=0", "greater than 0"),
+        (f"trainer.max_tokens_per_micro_batch={10**12}", ""),
     ],
 )
-def test_an_engine_that_cannot_be_made_of_a_model_is_one_line_of_the_validation(
+def test_what_no_engine_or_gpu_can_hold_is_one_line_of_the_validation(
     setting: str, told: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert validated(model, setting) == 2
@@ -266,14 +223,12 @@ def test_a_cache_that_holds_one_request_passes_and_fewer_bytes_are_refused_befor
             prepare(config, tmp_path / str(size))
 
 
-@pytest.mark.parametrize(("gpus", "heads"), [(1, 8), (2, 4), (8, 1), (16, 1)])
-def test_each_gpu_of_an_engine_holds_its_part_of_the_key_heads_and_one_at_least(
-    gpus: int, heads: int, tmp_path: Path
-) -> None:
+def test_each_gpu_of_an_engine_holds_its_part_of_the_key_heads_and_one_at_least(tmp_path: Path) -> None:
     model = read_config(model_folder("Qwen3-8B", tmp_path))
-    generator = GeneratorConfig(tensor_parallel_size=gpus)
-    check_engine(model, generator, "bfloat16")
-    assert kv_token_bytes(model, generator, "bfloat16") == 2 * model.num_hidden_layers * heads * model.head_dim * 2
+    for gpus, heads in ((1, 8), (2, 4), (16, 1)):
+        generator = GeneratorConfig(tensor_parallel_size=gpus)
+        check_engine(model, generator, "bfloat16")
+        assert kv_token_bytes(model, generator, "bfloat16") == 2 * model.num_hidden_layers * heads * model.head_dim * 2
 
 
 def test_a_request_of_a_model_with_linear_attention_takes_its_states_besides_the_tokens() -> None:
@@ -282,10 +237,3 @@ def test_a_request_of_a_model_with_linear_attention_takes_its_states_besides_the
     linear, full = model.layer_types.count("linear_attention"), model.layer_types.count("full_attention")
     takes = request_bytes(model, generator, "bfloat16") - 128 * kv_token_bytes(model, generator, "bfloat16")
     assert (2 * linear + full) * state < takes < 4 * (2 * linear + full) * state
-
-
-def test_a_budget_of_tokens_that_no_gpu_holds_is_refused_in_one_line(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert validated(model, f"trainer.max_tokens_per_micro_batch={10**12}") == 2
-    assert "trainer.max_tokens_per_micro_batch" in capsys.readouterr().err

@@ -5,33 +5,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from service.errors import UserError
 from service.learn import attention_layout
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner
 from service.learn.model.logprob import token_logprobs
-from tests.pure.learn.builders import CPU, MadeRow, made_row, made_rows, micro_batch, settings
+from tests.pure.learn.builders import CPU, MadeRow, made_row, made_rows, micro_batch, row_by_row, settings
 
 
 def together(folder: Path, rows: list[MadeRow], layout: str = "packed") -> tuple[torch.Tensor, torch.Tensor]:
     learner = Learner(settings(trainer={"layout": layout}), folder, CPU, 0, 1)
     return learner.policy.model(DeviceBatch.of(micro_batch(rows), DeviceSettings(CPU, torch.float32, layout=layout)))
-
-
-def row_by_row(folder: Path, rows: list[MadeRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    logprobs, entropies = [], []
-    for row in rows:
-        if len(row.token_ids) == 0:
-            continue
-        ids = torch.from_numpy(row.token_ids).long()
-        table = (model(ids[None]).logits[0, :-1] / row.temperature).log_softmax(-1)
-        mask = torch.from_numpy(row.loss_mask)[1:]
-        logprobs.append(table.gather(1, ids[1:, None])[:, 0][mask])
-        entropies.append(-(table.exp() * table).sum(-1)[mask])
-    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def assert_exact(folder: Path, rows: list[MadeRow], layout: str = "packed") -> None:
@@ -41,7 +26,9 @@ def assert_exact(folder: Path, rows: list[MadeRow], layout: str = "packed") -> N
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_rows_together_have_the_log_probabilities_and_entropies_of_rows_alone(model_folder: Path, layout: str) -> None:
-    assert_exact(model_folder, made_rows(9, seed=1), layout)
+    rows = made_rows(9, seed=1)
+    nothing = MadeRow(1, *(np.zeros(0, dtype) for dtype in (np.int32, bool, np.float32, np.int32)))
+    assert_exact(model_folder, [nothing, rows[0], nothing, *rows[1:], nothing], layout)
 
 
 def test_rows_of_very_different_length_are_computed_apart_and_come_back_in_order(
@@ -51,13 +38,6 @@ def test_rows_of_very_different_length_are_computed_apart_and_come_back_in_order
     rows = made_rows(9, seed=2, lengths=(5, 60))
     assert len(attention_layout.Packing.of(micro_batch(rows).offsets_R, CPU).buckets) > 2
     assert_exact(model_folder, rows)
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_a_row_without_tokens_changes_nothing(model_folder: Path, layout: str) -> None:
-    rows = made_rows(4, seed=3)
-    nothing = MadeRow(1, *(np.zeros(0, dtype) for dtype in (np.int32, bool, np.float32, np.int32)))
-    assert_exact(model_folder, [nothing, rows[0], nothing, *rows[1:], nothing], layout)
 
 
 def test_a_row_whose_first_token_carries_loss_is_refused() -> None:

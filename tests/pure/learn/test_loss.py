@@ -1,4 +1,4 @@
-"""Each loss and each reduction as published, where a trajectory is one row; and what is masked contributes nothing."""
+"""Each loss, reduction and correction as published, where a trajectory is one row; what is masked counts nowhere."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.config.checks import LOSSES
-from service.config.learn import AlgorithmConfig
+from service.config.learn import AlgorithmConfig, CorrectionConfig, TeacherConfig
 from service.errors import ConfigError
-from service.learn.device_batch import DeviceBatch, DeviceSettings
+from service.learn.device_batch import DeviceBatch, DeviceSettings, expand_to_tokens, row_of_token
 from service.learn.learner import Learner
-from service.learn.losses.objective import FixedLogprobs, Objective
+from service.learn.losses.correction import Correction, correct, over_trajectory, trajectory_ratios
+from service.learn.losses.objective import FixedLogprobs, Objective, teacher_advantage, teacher_loss
 from service.learn.losses.policy_losses import (
     _LOSSES,
     LossInputs,
@@ -41,17 +45,19 @@ def own_logprobs(rows: list[MadeRow]) -> list[np.ndarray]:
     return [row.logprobs + rng.normal(0, 0.5, len(row.logprobs)) for row in rows]
 
 
-def ours(rows: list[MadeRow], batch: MiniBatch, algorithm: dict[str, Any]) -> tuple[float, np.ndarray]:
-    """Loss and its derivative by each loss token's log-probability."""
-    objective = Objective(settings(algorithm), CPU, torch.float64)
+def ours(
+    rows: list[MadeRow], batch: MiniBatch, algorithm: dict[str, Any]
+) -> tuple[float, np.ndarray, dict[str, float]]:
+    """Loss, its derivative by each loss token's log-probability, and the sums for the metrics."""
+    objective, sums = Objective(settings(algorithm), CPU, torch.float64), Sums(CPU, 1)
     micro = DeviceBatch.of(batch.ranks[0][0], DeviceSettings(CPU, torch.float64))
     own = torch.from_numpy(np.concatenate(own_logprobs(rows)))[micro.loss_token_M].requires_grad_()
     fixed = FixedLogprobs(current_M=own.detach())
     prepared = objective.prepare(batch, [micro], [fixed])
-    loss = objective.loss(micro, fixed, prepared, TokenLogprobs(own, torch.zeros_like(own)), Sums(CPU, 1))
+    loss = objective.loss(micro, fixed, prepared, TokenLogprobs(own, torch.zeros_like(own)), sums)
     loss.backward()
     assert own.grad is not None
-    return float(loss.detach()), own.grad.numpy()
+    return float(loss.detach()), own.grad.numpy(), sums.totals()
 
 
 def padded(values: list[np.ndarray]) -> Padded:
@@ -110,13 +116,63 @@ def test_a_loss_is_the_published_one(name: str, reduction: str) -> None:
     rows = made_rows(6, seed=30)
     rows[1].loss_mask[:] = False  # a fully masked trajectory still counts in a mean over trajectories
     batch = mini_batch([[rows]], trajectories=6)
-    loss, _ = ours(rows, batch, {"loss": name, "reduction": reduction})
+    loss, *_ = ours(rows, batch, {"loss": name, "reduction": reduction})
 
     mask, rollout = padded([row.loss_mask for row in rows]), padded([row.logprobs for row in rows])
     logprob = padded(own_logprobs(rows))
     advantage = batch.advantage_G[:, None].astype(float) * np.ones_like(mask)
     term = PUBLISHED[name](ratio=np.exp(logprob - rollout), advantage=advantage, logprob=logprob, mask=mask)
     assert loss == pytest.approx(reduce(term, mask, reduction, batch.prompt_of_trajectory_G), rel=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["advantage", "kl"])
+def test_a_teacher_adds_its_term_where_it_knows_the_token_and_its_metrics(mode: str) -> None:
+    rows = made_rows(6, seed=30)
+    batch = mini_batch([[rows]], trajectories=6)
+    [[micro]] = batch.ranks
+    teacher_N = np.where(np.arange(len(micro.token_ids_N)) % 3 > 0, -3.0 - np.cos(micro.token_ids_N), np.nan)
+    taught = replace(batch, ranks=((replace(micro, teacher_logprobs_N=teacher_N.astype(np.float32)),),))
+    teacher = {"teacher": {"coef": 0.5, "mode": mode}}
+    loss, gradient, sums = ours(rows, taught, teacher)
+    plain, of_plain, _ = ours(rows, batch, {})
+    mask_N = micro.loss_mask_N
+    logprob_M, rollout_M, teacher_M = (
+        x[mask_N] for x in (np.concatenate(own_logprobs(rows)), micro.logprobs_N, teacher_N)
+    )
+    weight, known_M = 1 / mask_N.sum(), ~np.isnan(teacher_M)
+    teacher_M = np.where(known_M, teacher_M, 0)
+    if mode == "kl":
+        log_ratio_M = teacher_M - logprob_M
+        terms_M = np.where(known_M, 0.5 * (np.exp(log_ratio_M) - 1 - log_ratio_M), 0)
+        assert loss - plain == pytest.approx(weight * terms_M.sum(), rel=1e-5)
+        assert gradient - of_plain == pytest.approx(
+            weight * np.where(known_M, 0.5 * (1 - np.exp(log_ratio_M)), 0), rel=1e-5
+        )
+    else:
+        owner_R = np.repeat(micro.trajectory_of_row_R, np.diff(micro.offsets_R))[mask_N]
+        advantage_M = batch.advantage_G[owner_R] + np.where(known_M, 0.5 * (teacher_M - rollout_M), 0)
+        terms_M = surrogate(np.exp(logprob_M - rollout_M), advantage_M)
+        assert loss == pytest.approx(weight * terms_M.sum(), rel=1e-5)
+    assert sums["teacher_tokens"] == known_M.sum() < len(known_M)
+    assert sums["teacher_kl"] == pytest.approx((rollout_M - teacher_M)[known_M].sum(), rel=1e-5)
+    without = ours(rows, batch, teacher)
+    assert without[0] == plain and without[2]["teacher_tokens"] == 0
+
+
+@pytest.mark.parametrize("mode", ["advantage", "kl"])
+def test_the_expected_gradient_of_a_teacher_is_that_of_the_reverse_kl_divergence(mode: Any) -> None:
+    """Enumerated over all tokens of a vocabulary of six, in float64."""
+    torch.manual_seed(1)
+    logits, teacher = torch.randn(6, dtype=torch.float64, requires_grad=True), torch.randn(6).double().log_softmax(0)
+    policy = logits.log_softmax(0)
+    (expected,) = torch.autograd.grad(0.7 * (policy.exp() * (policy - teacher)).sum(), logits)
+    teaching, sampled = TeacherConfig(coef=0.7, mode=mode), logits.log_softmax(0)
+    micro: Any = SimpleNamespace(rollout_logprob_M=sampled.detach(), teacher_logprob_M=teacher)
+    inputs = LossInputs(sampled, sampled.detach(), teacher_advantage(teaching, micro), None)
+    terms = loss_named("ppo_clip").function(inputs, AlgorithmConfig()).loss_M
+    terms = terms + teacher_loss(teaching, "k2", sampled, micro)
+    (found,) = torch.autograd.grad((sampled.detach().exp() * terms).sum(), logits)
+    assert (found - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("name", ["cispo", "rollout_is", "importance_sampling", "ppo_clip"])
@@ -134,7 +190,7 @@ def test_gspo_has_the_gradient_of_the_trajectory_ratio() -> None:
     rows = made_rows(4, seed=31)
     batch = replace(mini_batch([[rows]], trajectories=4), advantage_G=np.array([1, 1, -1, -1], np.float32))
     algorithm = {"loss": "gspo", "reduction": "trajectory_mean", "clip_low": 0.99, "clip_high": 99.0}
-    _, gradient = ours(rows, batch, algorithm)
+    _, gradient, _ = ours(rows, batch, algorithm)
     at = 0
     for row, own, advantage in zip(rows, own_logprobs(rows), (1, 1, -1, -1), strict=True):
         n = int(row.loss_mask.sum())
@@ -187,12 +243,6 @@ def test_a_loss_that_is_not_there_is_named_with_the_nearest(model_folder: Path) 
         loss_named("absent_module:mine")
 
 
-def test_terms_of_a_loss_are_one_per_token() -> None:
-    terms = loss_named("ppo_clip").function(LossInputs(*torch.zeros(3, 5), None), AlgorithmConfig())
-    assert isinstance(terms, LossTerms)
-    assert terms.loss_M.shape == terms.clipped_M.shape == (5,)
-
-
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
@@ -216,3 +266,100 @@ def test_the_learner_checks_what_a_loss_returns(model_folder: Path, monkeypatch:
     monkeypatch.setattr("service.learn.losses.objective.loss_named", lambda setting: mean)
     with pytest.raises(ConfigError, match=r"algorithm\.loss: 'ppo_clip' must return loss_M"):
         Learner(settings(), model_folder, CPU, 0, 1).step(mini_batch([[made_rows(4, seed=33)]], trajectories=4))
+
+
+# -- weights and masks for what another policy sampled -----------------------------------------------------------------
+
+RATIO_M = np.array([0.5, 1.0, 3.0, 1.0, 1.2, 0.1])
+TRAJECTORY_M = torch.tensor([0, 0, 0, 1, 1, 2])
+
+
+def corrected(**settings: Any) -> Correction:
+    log_ratio = torch.from_numpy(np.log(RATIO_M))
+    halves = (slice(0, 2), slice(2, 6))  # two micro-batches; trajectory 0 has rows in both
+    ratios = trajectory_ratios([log_ratio[h] for h in halves], [TRAJECTORY_M[h] for h in halves], 4)
+    return correct(CorrectionConfig(**settings), log_ratio, ratios, TRAJECTORY_M)
+
+
+def test_without_settings_nothing_is_corrected() -> None:
+    nothing = corrected()
+    assert nothing.weight_M.tolist() == [1.0] * 6
+    assert nothing.kept_M.all() and not nothing.truncated_M.any()
+    assert not over_trajectory(CorrectionConfig())
+
+
+def test_token_ratios_are_truncated_above_only() -> None:
+    fix = corrected(truncate="token", truncate_at=2.0)
+    assert fix.weight_M.tolist() == pytest.approx([0.5, 1.0, 2.0, 1.0, 1.2, 0.1])
+    assert fix.truncated_M.tolist() == [False, False, True, False, False, False]
+
+
+def test_sequence_ratios_are_products_over_all_rows_of_a_trajectory() -> None:
+    fix = corrected(truncate="sequence", truncate_at=1.3)
+    assert fix.weight_M.tolist() == pytest.approx([1.3, 1.3, 1.3, 1.2, 1.2, 0.1])
+    assert fix.truncated_M.tolist() == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("band", "kept"),
+    [
+        ({"token_band": (0.5, 2.0)}, [True, True, False, True, True, False]),
+        ({"token_band": (0.0, 2.0)}, [True, True, False, True, True, True]),
+        ({"sequence_band": (0.5, 1.4)}, [False, False, False, True, True, False]),
+        ({"geometric_band": (0.5, 1.1)}, [False, False, False, True, True, False]),
+        ({"geometric_band": (0.5, 1.2)}, [True, True, True, True, True, False]),
+        ({"outlier_band": (0.2, 2.0)}, [False, False, False, True, True, False]),
+        ({"outlier_band": (0.05, 4.0)}, [True] * 6),
+        ({"token_band": (0.5, 2.0), "outlier_band": (0.2, 4.0)}, [True, True, False, True, True, False]),
+    ],
+)
+def test_bands_mask_tokens_or_whole_trajectories(band: dict[str, Any], kept: list[bool]) -> None:
+    assert corrected(**band).kept_M.tolist() == kept
+
+
+def test_a_trajectory_without_loss_tokens_has_ratios_of_one() -> None:
+    ratios = trajectory_ratios([torch.tensor([0.5])], [torch.tensor([1])], 3)
+    for value_G in ratios:
+        assert torch.equal(value_G, torch.tensor([0.0, 0.5, 0.0]))
+    empty = trajectory_ratios([torch.zeros(0)], [torch.zeros(0, dtype=torch.int64)], 2)
+    assert torch.equal(empty.sum_G, torch.zeros(2))
+
+
+def test_a_ratio_that_is_not_a_number_is_masked_by_any_band() -> None:
+    fix = correct(CorrectionConfig(token_band=(0.1, 10.0)), torch.tensor([float("nan")]), None, torch.tensor([0]))
+    assert fix.kept_M.tolist() == [False]
+
+
+# -- an advantage reaches exactly the tokens of its own trajectory, by each row's own mask -----------------------------
+
+
+def spread(advantage_G: list[float], trajectory_R: list[int], lengths_R: list[int], mask_N: list[bool]) -> list[float]:
+    cu_seqlens = torch.tensor(np.cumsum([0, *lengths_R]))
+    rows_N = row_of_token(cu_seqlens, sum(lengths_R))
+    mask = torch.tensor(mask_N, dtype=torch.bool)
+    value_N = expand_to_tokens(torch.tensor(advantage_G), torch.tensor(trajectory_R), rows_N, mask)
+    return [float(value) for value in value_N]
+
+
+def test_every_row_of_a_trajectory_takes_its_advantage_by_its_own_mask() -> None:
+    mask = [False, False, True, False, True, False, True, True]
+    assert spread([0.5, -1.0], [0, 0, 1], [3, 2, 3], mask) == [0, 0, 0.5, 0, 0.5, 0, -1.0, -1.0]
+
+
+def test_a_dummy_row_takes_nothing_even_from_an_advantage_that_is_not_a_number() -> None:
+    assert spread([float("nan")], [-1], [2], [True, True]) == [0, 0]
+
+
+@given(st.data())
+def test_the_broadcast_is_the_loop_over_rows(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=8))
+    n_tokens = sum(lengths)
+    mask = data.draw(st.lists(st.booleans(), min_size=n_tokens, max_size=n_tokens))
+    trajectories = data.draw(st.lists(st.integers(-1, 3), min_size=len(lengths), max_size=len(lengths)))
+    advantage = [1.5, -0.25, 4.0, -8.0]
+    expected, at = [], 0
+    for length, trajectory in zip(lengths, trajectories, strict=True):
+        for _ in range(length):
+            expected.append(advantage[trajectory] if mask[at] and trajectory >= 0 else 0.0)
+            at += 1
+    assert spread(advantage, trajectories, lengths, mask) == expected

@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.core_model_loading import revert_weight_conversion
 
 from service.learn.learner import Learner
-from service.learn.model.hf_checkpoint import check_weights
+from service.learn.model.hf_checkpoint import HEAD, Names, check_weights
 from service.learn.model.hf_config import read_config, text_config, unread_weights
-from service.learn.model.names import HEAD, Names
 from service.learn.model.policy_model import stored_shapes
 from tests.families.small import shrunk
 from tests.pure.learn.builders import CPU, settings
@@ -21,7 +20,10 @@ from tests.pure.learn.builders import CPU, settings
 MULTIMODAL = ("qwen3_5", "qwen3_5_moe", "gemma3")
 
 
-@pytest.mark.parametrize("family", [*MULTIMODAL, "olmo3", "gpt_oss", "qwen3_next", "glm4_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [*MULTIMODAL, "glm4_moe", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt_oss", "qwen3_next"))],
+)
 def test_the_names_of_a_published_folder_are_mapped_without_a_rest(family: str) -> None:
     """A model of the published size on the meta device, under the names that its own class writes."""
     published = AutoConfig.for_model(family)

@@ -1,4 +1,4 @@
-"""What the ranks of a sharded policy hold between micro-batches, and wait for during an export."""
+"""What the ranks of a sharded policy hold, wait for, publish and resume from; and the steps that they take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.tensor import DTensor
 
+from service.config.adapter import LoraConfig
 from service.errors import UserError
 from service.learn.learner import Learner
 from service.learn.model import policy, sharding
@@ -25,10 +25,12 @@ from service.learn.model.policy import Policy
 from service.learn.model.sharding import local_shard, ranks_by_node
 from service.types import MiniBatch
 from tests.pure.learn.builders import CPU, SHAPE, made_rows, mini_batch, settings
+from tests.pure.learn.families import saved
+from tests.pure.learn.outcomes import TRAJECTORIES, assert_same, exact, moved, outcome, reference
 from tests.pure.learn.ranks import Ranks
-from tests.pure.learn.test_split import TRAJECTORIES, Outcome, outcome, reference
 
 N_MICRO_BATCHES = 3
+NODES = ["a", "b", "a", "b"]
 
 
 def gradient_shares(rank: int, world_size: int, folder: Path) -> list[float]:
@@ -86,31 +88,31 @@ def test_no_rank_waits_in_a_collective_for_the_disk_of_rank_0(model_folder: Path
 
 KEPT: dict[str, dict[str, Any]] = {
     "gathered again": {"reshard_after_forward": True},
-    "kept": {"reshard_after_forward": False},
-    "gathered again, layers computed again": {"reshard_after_forward": True, "gradient_checkpointing": True},
     "kept, layers computed again": {"reshard_after_forward": False, "gradient_checkpointing": True},
     "offloaded": {"cpu_offload": True},
 }
 
 
-def in_units(rank: int, world_size: int, folder: Path, batch: MiniBatch) -> dict[str, tuple[list[str], Outcome]]:
+def in_units(rank: int, world_size: int, folder: Path, batch: MiniBatch) -> dict[str, tuple[list[str], Any]]:
     """The names of the units and the outcome of each of `KEPT`, with layers that are sharded although they are small.
 
     The KL term takes passes without gradients in between, of other weights.
     """
     found = {}
     with pytest.MonkeyPatch.context() as patch:
+        exact(patch)
         patch.setattr(sharding, "SMALL_LAYER", 1)
         for name, trainer in KEPT.items():
             config = settings({"kl_coef": 5.0}, trainer={"ranks": world_size} | trainer, dtype="float64")
-            model = Learner(config, folder, CPU, rank, world_size).policy.model
+            learner = moved(config, folder, batch, rank, world_size)
+            model = learner.policy.model
             units = [path for path, module in model.named_modules() if isinstance(module, FSDPModule)]
             assert all(
                 reduced_by(group) == [dist.ReduceOp.SUM] * 2
                 for module in sharding._sharded(model)
                 for group in module._get_fsdp_state()._fsdp_param_groups
             )
-            found[name] = units, outcome(config, folder, batch, rank, world_size)
+            found[name] = units, outcome(learner, batch)
     return found
 
 
@@ -125,18 +127,19 @@ def reduced_by(group: Any) -> list[Any]:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_layers_embedding_and_head_are_gathered_one_by_one_and_gradients_only_added(
-    model_folder: Path, tmp_path: Path, ranks: Ranks, tied: bool
+    model_folder: Path, tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
+    exact(monkeypatch)
     folder = model_folder if tied else untied(model_folder, tmp_path / "untied")
     rows = reference()
-    expected = outcome(settings({"kl_coef": 5.0}, dtype="float64"), folder, mini_batch([[rows]], TRAJECTORIES))
+    whole = mini_batch([[rows]], TRAJECTORIES)
+    expected = outcome(moved(settings({"kl_coef": 5.0}, dtype="float64"), folder, whole), whole)
     batch = mini_batch([[rows[:2], rows[2:]], [[], []]], TRAJECTORIES)
     layers = [f"model.layers.{number}" for number in range(SHAPE["num_hidden_layers"])]
     for results in ranks(2, in_units, folder, batch):
         for name, (units, found) in results.items():
             assert units == ["", *layers] if tied else ["", "model.embed_tokens", *layers, "lm_head"], name
-            assert abs(found.loss - expected.loss) <= 1e-9 * expected.size, name
-            assert np.linalg.norm(found.gradient - expected.gradient) <= 1e-9 * np.linalg.norm(expected.gradient), name
+            assert_same(found, expected, 1e-9)
 
 
 def untied(folder: Path, other: Path) -> Path:
@@ -164,11 +167,8 @@ def waits_for_a_late_rank(rank: int, world_size: int, seconds: float, deadline: 
 
 
 def test_a_collective_waits_for_a_late_rank_as_long_as_its_deadline(ranks: Ranks) -> None:
-    assert ranks(2, waits_for_a_late_rank, 2.0, 60.0) == ["2", "2"]
-    assert ranks(2, waits_for_a_late_rank, 4.0, 1.0)[0] == "too late"
-
-
-NODES = ["a", "b", "a", "b"]
+    assert ranks.once(2, waits_for_a_late_rank, 1.5, 60.0) == ["2", "2"]
+    assert ranks.once(2, waits_for_a_late_rank, 3.0, 1.0)[0] == "too late"
 
 
 def steps_within(rank: int, world_size: int, folder: Path, parent: Path) -> dict[str, Any]:
@@ -218,3 +218,100 @@ def test_nodes_with_different_numbers_of_ranks_are_refused() -> None:
     assert ranks_by_node(NODES) == [[0, 2], [1, 3]]
     with pytest.raises(UserError, match="the nodes have 2, 1"):
         ranks_by_node(NODES[:3])
+
+
+def published(rank: int, world_size: int, folder: Path, model: dict[str, Any], within: str) -> tuple[Any, Any, Any]:
+    """This rank's rows of each weight: shape, first row and rows; the weights gathered on rank 0, and everywhere."""
+    config = settings(trainer={"ranks": world_size, "shard_within": within}, **model)
+    nodes = NODES[:world_size] if within == "node" else None
+    made = Policy(config, folder, CPU, rank, world_size, nodes=nodes)
+    held = {name: (each.shape, each.first, each.rows.to(made.dtype).tolist()) for name, each in made.shards().items()}
+    whole, everywhere = made.weights(), made.weights(everywhere=True)
+    assert everywhere is not None and {weight.dtype for weight in everywhere.values()} == {made.dtype}
+    return held, *(each and {name: weight.tolist() for name, weight in each.items()} for each in (whole, everywhere))
+
+
+def assert_together(results: list[tuple[Any, Any, Any]]) -> None:
+    """The rows of all ranks are together the weights that a gathering of all finds."""
+    whole = results[0][1]
+    assert len(whole) > 10
+    for number, (held, of_rank, everywhere) in enumerate(results):
+        assert list(held) == list(whole), "every rank knows all names, in one order"
+        assert everywhere == whole and of_rank == (whole if number == 0 else None)
+    for name, expected in whole.items():
+        rows = []
+        for shape, first, of_rank in sorted((held[name] for held, *_ in results), key=lambda part: part[1]):
+            assert shape == torch.tensor(expected).shape
+            assert not of_rank or first == len(rows)
+            rows += of_rank
+        assert rows == expected, name
+
+
+@pytest.mark.parametrize(
+    ("world_size", "model"),
+    [(1, {}), (2, {}), (3, {"dtype": "bfloat16"}), (2, {"lora": LoraConfig(rank=3)})],
+    ids=str,
+)
+def test_the_rows_of_all_ranks_are_the_weights(
+    model_folder: Path, ranks: Ranks, world_size: int, model: dict[str, Any]
+) -> None:
+    assert_together(ranks(world_size, published, model_folder, model, "all"))
+
+
+def test_the_rows_of_experts_are_whole_weights_of_some_experts(tmp_path: Path, ranks: Ranks) -> None:
+    results = ranks(4, published, saved("qwen3_moe", tmp_path), {}, "all")
+    assert_together(results)
+    of_first = [len(rows) for name, (_, _, rows) in results[0][0].items() if ".experts." in name]
+    assert set(of_first) > {0} and sum(map(bool, of_first)) == len(of_first) / 3, "2 of 6 experts"
+
+
+def test_where_nodes_hold_copies_the_ranks_of_one_copy_have_all(model_folder: Path, ranks: Ranks) -> None:
+    results = ranks(4, published, model_folder, {}, "node")
+    assert_together(results)
+    assert [any(rows for _, _, rows in held.values()) for held, *_ in results] == [True, False, True, False]
+
+
+def losses(
+    rank: int, world_size: int, folder: Path, trainer: dict[str, Any], dtype: str, sharded: bool = False
+) -> list[float]:
+    """The losses of three steps."""
+    config = settings(trainer=trainer, dtype=dtype)
+    made = Policy(config, folder, CPU, rank, world_size, sharded=sharded)
+    if made.sharded:
+        assert all(isinstance(parameter, DTensor) for parameter in made.model.parameters())
+        (master, *_), (parameter, *_) = made.master_weights.tensors.values(), made.master_weights.parameters.values()
+        assert master.data_ptr() == local_shard(parameter).data_ptr() and master.dtype != torch.bfloat16
+    learner = Learner(config, folder, CPU, rank, world_size, made)
+    rows = made_rows(6, seed=80)
+    batch = mini_batch([[[row for row in rows if row.trajectory % world_size == r]] for r in range(world_size)], 6)
+    return [learner.step(batch).metrics["policy/policy_loss"] for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "trainer", "dtype", "tolerance"),
+    [
+        (1, {"cpu_offload": True}, "float32", 1e-6),
+        (1, {"gradient_checkpointing": True}, "float32", 1e-6),
+        (1, {"gradient_checkpointing": 2}, "float32", 1e-6),
+        (1, {"layout": "padded"}, "float32", 1e-6),
+        (1, {}, "bfloat16", 0.02),
+        (2, {"gradient_checkpointing": True}, "bfloat16", 0.02),
+    ],
+    ids=str,
+)
+def test_savers_of_memory_and_ranks_take_the_same_steps(
+    model_folder: Path, ranks: Ranks, world_size: int, trainer: dict[str, Any], dtype: str, tolerance: float
+) -> None:
+    plain = losses(0, 1, model_folder, {}, "float32")
+    given = (model_folder, trainer, dtype)
+    found = [losses(0, 1, *given)] if world_size == 1 else ranks(world_size, losses, *given)
+    assert found == [pytest.approx(plain, abs=tolerance)] * world_size
+
+
+@pytest.mark.parametrize("trainer", [{}, {"cpu_offload": True}])
+def test_one_rank_shards_on_request_and_takes_the_same_steps(
+    model_folder: Path, ranks: Ranks, trainer: dict[str, Any]
+) -> None:
+    for dtype, tolerance in (("float64", 1e-9), ("bfloat16", 0.02)):
+        found = ranks(1, losses, model_folder, trainer, dtype, True)
+        assert found == [pytest.approx(losses(0, 1, model_folder, {}, "float64"), abs=tolerance)]

@@ -1,174 +1,197 @@
-"""The same loss and gradient however trajectories are cut into rows, packed or sharded."""
+"""The same metrics and gradient however trajectories are cut into rows, merged, packed or sharded."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.distributed.tensor import DTensor
 
-from service.handoff.batches.pack import prefix_order
-from service.learn import layouts
+from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.ledger.scores import CompleteGroup, sampled_tokens
+from service.handoff.ledger.state import VersionHistory
+from service.handoff.prefixes.merge import Mode
+from service.handoff.prefixes.sharing import shared_form
+from service.handoff.steps.tables import ends_table, steps_table
 from service.learn.learner import Learner
-from service.learn.settings import LearnSettings
-from service.types import MiniBatch
-from tests.pure.learn.builders import CPU, MadeRow, made_rows, mini_batch, settings, split_row
+from service.types import MiniBatch, Step, TrajectoryEnd, TrajectoryId
+from tests.pure.learn.builders import CPU, mini_batch, settings
+from tests.pure.learn.outcomes import (
+    PACKED,
+    SHARED,
+    TRAJECTORIES,
+    WAYS,
+    Outcome,
+    assert_same,
+    batch_in,
+    configured,
+    cut,
+    exact,
+    moved,
+    outcome,
+    played,
+    reference,
+)
 from tests.pure.learn.ranks import Ranks
 
-TRAJECTORIES = 6
-
-WAYS: dict[str, dict[str, Any]] = {
-    "token_mean": {"reduction": "token_mean"},
-    "trajectory_mean": {"reduction": "trajectory_mean"},
-    "prompt_mean": {"reduction": "prompt_mean"},
-    "seq_mean_token_sum_norm": {"reduction": "seq_mean_token_sum_norm", "norm_tokens": 30},
-    "kl k1": {"reduction": "trajectory_mean", "kl_coef": 0.5, "kl_estimator": "k1"},
-    "kl k2": {"reduction": "prompt_mean", "kl_coef": 5.0, "kl_estimator": "k2"},
-    "kl k3": {"kl_coef": 5.0, "reference": {"on_cpu": True}},
-    "gspo": {"loss": "gspo", "reduction": "trajectory_mean", "clip_low": 0.05, "clip_high": 0.05},
-    "gspo, proximal": {"loss": "gspo", "anchor": "proximal", "anchor_every": 4, "clip_high": 0.01},
-    "sequence TIS": {
-        "anchor": "proximal",
-        "anchor_every": 4,
-        "clip_low": 0.02,
-        "correction": {"truncate": "sequence", "truncate_at": 1.05},
-    },
-    "sequence TIS, fresh anchor": {
-        "anchor": "proximal",
-        "correction": {"truncate": "sequence", "truncate_at": 3.0, "sequence_band": (1e-3, 10.0)},
-    },
-    "token TIS": {
-        "loss": "dual_clip",
-        "anchor": "proximal",
-        "anchor_every": 2,
-        "correction": {"truncate": "token", "truncate_at": 1.1, "token_band": (0.7, 1.6)},
-    },
-    "masks": {"loss": "cispo", "correction": {"geometric_band": (0.6, 1.1), "outlier_band": (0.2, 5.0)}},
-}
+FORMS = ((PACKED, "float64", 1e-9), ("padded", "float64", 1e-9), (SHARED, "float64", 1e-9), (PACKED, "float32", 1e-4))
+MODES: list[Mode] = ["off", "linear", "tree"]
+MERGED_WAYS = ["token_mean", "gspo", "sequence TIS", "kl k3", "trajectory_mean", "masks"]
+SAMPLES = 4
 
 
-class Outcome(NamedTuple):
-    """A mini-batch's loss and gradient."""
-
-    loss: float
-    size: float
-    """Sum of the absolute token terms over the denominator: the scale that rounding is relative to."""
-    gradient: np.ndarray
+@pytest.fixture(autouse=True, scope="module")
+def exactly() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        exact(patch)
+        yield
 
 
-def configured(way: str, dtype: str) -> LearnSettings:
-    return settings({"entropy_coef": 0.01} | WAYS[way], dtype=dtype)
-
-
-def outcome(config: LearnSettings, folder: Path, batch: MiniBatch, rank: int = 0, world_size: int = 1) -> Outcome:
-    learner = Learner(config, folder, CPU, rank, world_size)
-    # frozen weights are taken at the first mini-batch; then the policy moves on
-    learner.accumulate(batch)
-    learner.policy.master_weights.drop_gradients()
-    for number, master in enumerate(learner.policy.master_weights.tensors.values()):
-        master.mul_(1.02 if number % 2 else 0.97)
-    learner.steps += 1
-
-    totals = learner.accumulate(batch).totals()
-    gradients = [parameter.grad for parameter in learner.policy.model.parameters()]
-    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
-    return Outcome(totals["loss"], totals["loss_size"], torch.cat([g.flatten() for g in whole]).double().numpy())
-
-
-def outcomes_of_rank(
-    rank: int, world_size: int, folder: Path, cases: dict[str, tuple[str, str, MiniBatch]]
-) -> dict[str, Outcome]:
-    return {
-        name: outcome(configured(way, dtype), folder, batch, rank, world_size)
-        for name, (way, dtype, batch) in cases.items()
-    }
-
-
-def reference() -> list[MadeRow]:
-    return made_rows(TRAJECTORIES, seed=20)
-
-
-def cut(rows: list[MadeRow]) -> list[MadeRow]:
-    """Every second trajectory as two or three rows, the rows in another order."""
-    parts = [
-        part for row in rows for part in split_row(row, [[], [len(row.token_ids) // 2], [3, 5]][row.trajectory % 3])
-    ]
-    return [parts[i] for i in np.random.default_rng(0).permutation(len(parts))]
-
-
-def batch_in(world_size: int, rows: list[MadeRow]) -> MiniBatch:
-    """All rows of a trajectory on one rank, two micro-batches each; the second may be empty."""
-    ranks = [[row for row in rows if row.trajectory % world_size == rank] for rank in range(world_size)]
-    return mini_batch([[mine[: len(mine) // 2], mine[len(mine) // 2 :]] for mine in ranks], TRAJECTORIES)
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded", "shared_prefix"])
-def test_every_layout_has_the_same_loss_and_gradient(
-    model_folder: Path, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layouts, "prefix_order", partial(prefix_order, least=1, fraction=0))
-    rows = reference()
-    expected = outcome(configured("kl k2", "float64"), model_folder, mini_batch([[rows]], TRAJECTORIES))
-    config = configured("kl k2", "float64")
-    config = replace(config, trainer=config.trainer.model_copy(update={"layout": layout}))
-    assert_same(outcome(config, model_folder, batch_in(1, cut(rows))), expected, "float64")
-
-
-def assert_same(ours: Outcome, expected: Outcome, dtype: str) -> None:
-    tolerance = 1e-5 if dtype == "float64" else 1e-4
-    assert abs(ours.loss - expected.loss) <= 1e-5 * expected.size
-    difference = np.linalg.norm(ours.gradient - expected.gradient)
-    assert difference <= tolerance * np.linalg.norm(expected.gradient)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("way", WAYS)
-def test_cutting_and_packing_leave_loss_and_gradient_as_they_are(model_folder: Path, way: str, dtype: str) -> None:
+def test_cutting_packing_and_layouts_leave_metrics_and_gradient_as_they_are(model_folder: Path, way: str) -> None:
     rows = reference()
-    expected = outcome(configured(way, "float64"), model_folder, mini_batch([[rows]], TRAJECTORIES))
-    batches = {
-        "a micro-batch a row": mini_batch([[[row] for row in rows]], TRAJECTORIES),
-        "cut": mini_batch([[cut(rows)]], TRAJECTORIES),
-        "cut and packed": batch_in(1, cut(rows)),
-        "reversed, with a dummy": mini_batch([[rows[::-1], []]], TRAJECTORIES),
-    }
-    for batch in batches.values():
-        assert_same(outcome(configured(way, dtype), model_folder, batch), expected, dtype)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_leave_loss_and_gradient_as_they_are(model_folder: Path, ranks: Ranks, world_size: int) -> None:
-    rows = reference()
-    cases = {
-        f"{way}, {dtype}": (way, dtype, batch_in(world_size, cut(rows)))
-        for way in WAYS
-        for dtype in ("float32", "float64")
-    }
-    by_rank = ranks(world_size, outcomes_of_rank, model_folder, cases)
-    for way in WAYS:
-        expected = outcome(configured(way, "float64"), model_folder, mini_batch([[rows]], TRAJECTORIES))
-        for dtype in ("float32", "float64"):
-            for results in by_rank:
-                assert_same(results[f"{way}, {dtype}"], expected, dtype)
+    whole = mini_batch([[rows]], TRAJECTORIES)
+    expected = outcome(moved(configured(way), model_folder, whole), whole)
+    batches = [
+        mini_batch([[[row] for row in rows]], TRAJECTORIES),
+        mini_batch([[cut(rows)]], TRAJECTORIES),
+        mini_batch([[rows[:2], cut(rows[2:])]], TRAJECTORIES),
+        batch_in(1, rows[::-1]),
+    ]
+    for layout, dtype, tolerance in FORMS:
+        learner = moved(configured(way, layout, dtype), model_folder, whole)
+        for batch in batches:
+            assert_same(outcome(learner, batch), expected, tolerance)
 
 
 @pytest.mark.parametrize("way", ["gspo", "sequence TIS", "masks", "kl k2"])
 def test_the_settings_under_test_change_the_gradient(model_folder: Path, way: str) -> None:
-    """Otherwise the tests above would prove nothing about them."""
+    """Otherwise the tests above and below would prove nothing about them."""
     batch = mini_batch([[reference()]], TRAJECTORIES)
-    gradient = outcome(configured(way, "float64"), model_folder, batch).gradient
-    plain = outcome(configured("trajectory_mean", "float64"), model_folder, batch).gradient
-    assert np.linalg.norm(gradient - plain) > 1e-2 * np.linalg.norm(plain)
+    ours, plain = (outcome(moved(configured(w), model_folder, batch), batch).gradient for w in (way, "trajectory_mean"))
+    assert np.linalg.norm(ours - plain) > 1e-2 * np.linalg.norm(plain)
 
 
-def test_a_rank_without_rows_keeps_in_step(model_folder: Path, ranks: Ranks) -> None:
-    rows = reference()
-    way = {"lonely": ("token_mean", "float64", mini_batch([[rows], [[]]], TRAJECTORIES))}
-    expected = outcome(configured("token_mean", "float64"), model_folder, mini_batch([[rows]], TRAJECTORIES))
-    for results in ranks(2, outcomes_of_rank, model_folder, way):
-        assert_same(results["lonely"], expected, "float64")
+def of_rank(
+    rank: int, world_size: int, folder: Path, ways: list[str], batches: list[MiniBatch]
+) -> dict[str, list[Outcome]]:
+    with pytest.MonkeyPatch.context() as patch:
+        exact(patch)
+        learners = {way: moved(configured(way), folder, batches[0], rank, world_size) for way in ways}
+        return {way: [outcome(learner, batch) for batch in batches] for way, learner in learners.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_leave_metrics_and_gradient_as_they_are(model_folder: Path, ranks: Ranks, world_size: int) -> None:
+    rows, lonely = reference(), [[[]]] * (world_size - 1)
+    whole = mini_batch([[rows]], TRAJECTORIES)
+    batches = [batch_in(world_size, cut(rows)), mini_batch([[rows], *lonely], TRAJECTORIES)]
+    ways = list(WAYS) if world_size == 2 else MERGED_WAYS[:4]
+    results = ranks(world_size, of_rank, model_folder, ways, batches)
+    for way in ways:
+        expected = outcome(moved(configured(way), model_folder, whole), whole)
+        for found in results:
+            for ours in found[way]:
+                assert_same(ours, expected, 1e-9)
+
+
+# -- from steps on: how they are merged, and credit and teachers by turn and token -------------------------------------
+
+
+def group_of(rng: np.random.Generator, group_id: int = 0) -> tuple[list[Step], list[TrajectoryEnd]]:
+    steps, ends = list[Step](), list[TrajectoryEnd]()
+    for sample in range(SAMPLES):
+        own = played(rng, TrajectoryId(group_id, sample), int(rng.integers(1, 6)))
+        steps += own
+        ends.append(TrajectoryEnd(own[0].trajectory, str(group_id), len(own), "stop", float(rng.random())))
+    return steps, ends
+
+
+def cut_at_random(rng: np.random.Generator, steps: list[Step]) -> list[Step]:
+    """The steps in another order, with temperatures that keep neighbours from being merged; see `formed`."""
+    return [replace(steps[i], temperature=float(rng.integers(1, 3))) for i in rng.permutation(len(steps))]
+
+
+def formed(steps: list[Step], ends: list[TrajectoryEnd], shift: float | None = None, **named: Any) -> MiniBatch:
+    """The mini-batch of one group, in which every row has the temperature 1 after all. `shift`: of the
+    log-probabilities of a teacher, which the second trajectory does not have; None: no trajectory has one."""
+    table = steps_table(shared_form(steps))
+    if shift is not None:
+        teacher_N = np.full(len(table.token_ids_N), np.nan, np.float32)
+        sampled = sampled_tokens(table)
+        teacher_N[sampled] = -3 - np.cos(np.arange(len(sampled))) + shift
+        item_N = np.searchsorted(table.offsets_K, np.arange(len(teacher_N)), "right") - 1
+        teacher_N[table.sample_K[item_N] == 1] = np.nan
+        table = replace(table, teacher_logprobs_N=teacher_N)
+    group = CompleteGroup(0, "0", table, ends_table(ends))
+    settings = BatchSettings(**{"ranks": 1, "token_budget": 1000, "estimator": "rloo", "returns": "sum"} | named)
+    batch = form_mini_batch(0, [group], VersionHistory(), settings)
+    ranks = tuple(
+        tuple(replace(micro, temperature_R=np.ones_like(micro.temperature_R)) for micro in rank) for rank in batch.ranks
+    )
+    return replace(batch, ranks=ranks)
+
+
+def test_merging_leaves_metrics_and_gradient_as_they_are_on_any_number_of_ranks(
+    model_folder: Path, ranks: Ranks
+) -> None:
+    steps, ends = group_of(np.random.default_rng(70))
+    alone = {mode: formed(steps, ends, mode=mode) for mode in MODES}
+    n_rows = [batch.rows_G.sum() for batch in alone.values()]
+    assert n_rows == sorted(n_rows, reverse=True) and len(set(n_rows)) == 3, "each mode must have something to merge"
+    learners = {way: moved(configured(way), model_folder, alone["off"]) for way in MERGED_WAYS}
+    expected = {way: outcome(learner, alone["off"]) for way, learner in learners.items()}
+    for way, learner in learners.items():
+        for batch in (alone["linear"], alone["tree"], formed(steps, ends, mode="linear", token_budget=64)):
+            assert_same(outcome(learner, batch), expected[way], 1e-9)
+    of_two = [formed(steps, ends, mode=mode, ranks=2, token_budget=80) for mode in MODES]
+    for found in ranks(2, of_rank, model_folder, MERGED_WAYS, of_two):
+        for way in MERGED_WAYS:
+            for ours in found[way]:
+                assert_same(ours, expected[way], 1e-9)
+
+
+ALGORITHM = {"estimator": "rloo", "returns": "sum", "reduction": "seq_mean_token_sum_norm", "norm_tokens": 40}
+ALGORITHM |= {"clip_low": 0.9, "clip_high": 10.0}
+SIGNALS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "trajectory": ({}, {}),
+    "return_to_go": ({}, {"credit": "return_to_go", "gamma": 0.9}),
+    "teacher, advantage": ({"teacher": {"coef": 0.5, "mode": "advantage"}}, {"shift": 0.0}),
+    "teacher, kl": ({"teacher": {"coef": 0.5, "mode": "kl"}}, {"shift": 0.0}),
+}
+"""The algorithm's settings, and those of the mini-batch."""
+
+
+@pytest.mark.parametrize("cuttings", [6, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", [PACKED, "padded", SHARED])
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_any_cutting_into_rows_leaves_the_gradient_of_turns_and_teachers_as_it_is(
+    model_folder: Path, signal: str, layout: str, cuttings: int
+) -> None:
+    algorithm, named = SIGNALS[signal]
+    learner = Learner(settings(ALGORITHM | algorithm, {"layout": layout}, dtype="float64"), model_folder, CPU, 0, 1)
+    rng = np.random.default_rng(6)
+    steps, ends = group_of(rng)
+    expected = outcome(learner, formed(steps, ends, mode="off", **named))
+    n_rows = set[int]()
+    for number in range(cuttings):
+        budget = int(rng.integers(40, 90))
+        batch = formed(cut_at_random(rng, steps), ends, mode=MODES[number % 3], token_budget=budget, **named)
+        n_rows.add(int(batch.rows_G.sum()))
+        assert_same(outcome(learner, batch), expected, 1e-9)
+    assert len(n_rows) > 1
+    changed = SIGNALS["return_to_go"][1] if signal == "trajectory" else {"shift": 0.5}
+    other = formed(steps, ends, mode="off", **changed)
+    difference = outcome(learner, other).gradient - expected.gradient
+    assert np.linalg.norm(difference) > 1e-2 * np.linalg.norm(expected.gradient), "the signal is in the gradient"
+
+
+def test_a_micro_batch_that_does_not_say_whose_turn_its_tokens_are_is_refused(model_folder: Path) -> None:
+    learner = Learner(settings(ALGORITHM), model_folder, CPU, 0, 1)
+    batch = formed(*group_of(np.random.default_rng(4)), **SIGNALS["return_to_go"][1])
+    [[micro]] = batch.ranks
+    with pytest.raises(ValueError, match="loss tokens of no turn"):
+        learner.accumulate(replace(batch, ranks=((replace(micro, turn_N=None),),)))

@@ -1,15 +1,24 @@
 """One mini-batch, one optimizer step: or none, and the reason."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from service.errors import UserError
 from service.handoff.batches.batch import batch_of_rank
 from service.learn.learner import Learner
+from service.learn.model.optimizer import learning_rate
+from service.learn.model.sharding import begin_host_copy, finish_host_copies, host_copy
 from service.learn.supervised import SupervisedSteps
 from service.types import SupervisedRow
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
@@ -33,11 +42,25 @@ def test_a_step_moves_the_policy_towards_tokens_with_positive_advantage(model_fo
     assert last.metrics["policy/policy_loss"] < first.metrics["policy/policy_loss"]
 
 
-def test_the_learning_rate_rises_over_the_warm_up_and_then_stays(model_folder: Path) -> None:
-    learner = Learner(settings(trainer={"lr": 1.0e-4, "warmup_steps": 4}), model_folder, CPU, 0, 1)
+@pytest.mark.parametrize(
+    ("schedule", "halfway", "end"), [("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1)]
+)
+def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_the_share_at_the_end(
+    model_folder: Path, schedule: Any, halfway: float, end: float
+) -> None:
+    trainer = {"lr": 2.0e-4, "warmup_steps": 10, "schedule": schedule, "min_lr_fraction": 0.1}
+    config = settings(trainer=trainer)
+    rates = [1e4 * learning_rate(config.trainer, step, max_steps=110) for step in (0, 9, 10, 60, 110, 200)]
+    assert rates == pytest.approx([0.2, 2.0, 2.0, 2.0 * halfway, 2.0 * end, 2.0 * end])
+    learner = Learner(config, model_folder, CPU, 0, 1)
     batch = mini_batch([[made_rows(4, seed=5)]], trajectories=4)
-    rates = [learner.step(batch).metrics["policy/policy_lr"] for _ in range(6)]
-    assert rates == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4, 1e-4])
+    taken = [learner.step(batch).metrics["policy/policy_lr"] for _ in range(2)]
+    assert taken == pytest.approx([0.2e-4, 0.4e-4])
+
+
+def test_fused_kernels_that_are_not_installed_are_named(model_folder: Path) -> None:
+    with pytest.raises(UserError, match="liger-kernel cannot be imported"):
+        Learner(settings(trainer={"fused_kernels": True}), model_folder, CPU, 0, 1)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -165,3 +188,61 @@ def test_the_spread_of_ratios_is_told_by_staleness_too(model_folder: Path) -> No
         square += of["tokens"] * mean_square / mask.sum()
     assert max(largest) == metrics["policy/is_ratio_max"]
     assert square == pytest.approx(metrics["policy/is_ratio_std"] ** 2 + metrics["policy/is_ratio_mean"] ** 2)
+
+
+# -- copies to CPU memory ----------------------------------------------------------------------------------------------
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each new tensor asked for pinned memory, which a build without CUDA does not have."""
+    asked: list[bool] = []
+    empty: Callable[..., torch.Tensor] = torch.empty
+
+    def spy(*shape: Any, pin_memory: bool = False, **said: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        return empty(*shape, **said)
+
+    monkeypatch.setattr(torch, "empty", spy)
+    return asked
+
+
+@pytest.mark.parametrize(("device", "is_pinned"), [("cuda", True), ("cpu", False)])
+def test_a_copy_of_a_tensor_on_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch, device: str, is_pinned: bool) -> None:
+    with FakeTensorMode():
+        there = torch.zeros(4, 3, device=device)
+        asked = spied(monkeypatch)
+        copy = begin_host_copy(there, torch.bfloat16)
+    assert (copy.device.type, copy.dtype, tuple(copy.shape)) == ("cpu", torch.bfloat16, (4, 3))
+    assert asked == [is_pinned]
+
+
+def test_a_host_copy_is_whole_and_does_not_change_with_its_source() -> None:
+    source = torch.arange(6.0).view(2, 3).t().requires_grad_()
+    copies = [host_copy(source), begin_host_copy(source)]
+    finish_host_copies()
+    with torch.no_grad():
+        source.zero_()
+    for copy in copies:
+        assert copy.tolist() == [[0, 3], [1, 4], [2, 5]] and copy.is_contiguous() and not copy.requires_grad
+
+
+def test_gradients_that_are_offloaded_add_up_over_micro_batches(model_folder: Path) -> None:
+    rows = made_rows(6, seed=7)
+    batch = mini_batch([[rows[:2], rows[2:4], rows[4:]]], trajectories=6)
+    found = []
+    for offloaded in (False, True):
+        learner = Learner(settings(trainer={"cpu_offload": offloaded}, dtype="bfloat16"), model_folder, CPU, 0, 1)
+        learner.accumulate(batch)
+        found.append(learner.policy.master_weights.gradients())
+    for kept, moved in zip(*found, strict=True):
+        torch.testing.assert_close(kept, moved, rtol=0, atol=0)
+
+
+def test_the_weights_of_a_learner_are_freed_with_the_learner(model_folder: Path) -> None:
+    learner = Learner(settings(dtype="bfloat16"), model_folder, CPU, 0, 1)
+    learner.step(mini_batch([[made_rows(6, seed=7)]], trajectories=6))
+    masters = learner.policy.master_weights
+    held = [weakref.ref(weight) for weight in (*masters.parameters.values(), *masters.tensors.values())]
+    del learner, masters
+    gc.collect()
+    assert [weight() for weight in held] == [None] * len(held)

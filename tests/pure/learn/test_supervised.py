@@ -28,14 +28,6 @@ def test_supervised_steps_learn_what_the_mask_names(model_folder: Path) -> None:
     assert learner.step(mini_batch([[made_rows(6, seed=10)]], trajectories=6)).applied
 
 
-def test_supervised_rows_beyond_the_token_budget_make_the_same_step(model_folder: Path) -> None:
-    rows = [SupervisedRow(row.token_ids, row.loss_mask) for row in made_rows(6, seed=11)]
-    configs = (settings(), settings(trainer={"max_tokens_per_micro_batch": 40}))
-    whole, cut = (SupervisedSteps(config, Policy(config, model_folder, CPU, 0, 1)) for config in configs)
-    for _ in range(3):
-        assert cut.step(rows, 1e-3) == pytest.approx(whole.step(rows, 1e-3), rel=1e-5)
-
-
 def test_losses_and_steps_are_those_of_transformers_and_adam(model_folder: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="eager")
     adam = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -88,9 +80,3 @@ def test_the_warm_start_draws_demonstrations_and_its_learning_rate_rises_and_fal
     assert rates == pytest.approx([1.0, *(2.0 * (1 - step / 20) for step in range(1, 20))])
     assert all(len(set(lengths)) == 3 for lengths in drawn), "a demonstration comes at most once a step"
     assert len({tuple(lengths) for lengths in drawn}) > 1
-
-
-def test_a_warm_start_that_is_not_configured_is_a_bug(model_folder: Path) -> None:
-    policy = Policy(settings(), model_folder, CPU, 0, 1)
-    with pytest.raises(ValueError, match=r"without model\.warm_start"):
-        SupervisedSteps(settings(), policy).warm_start([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,15 @@ from torch._dynamo.utils import counters
 from service.config.learn import TrainerConfig
 from service.handoff.batches.pack import prefix_order
 from service.learn import trial
-from service.learn.device_batch import DeviceBatch
 from service.learn.learner import Learner
 from service.learn.model.policy import OutOfMemory, Policy
 from service.learn.model.policy_model import Checkpointing
+from service.learn.supervised import SupervisedSteps
 from service.learn.trial import engine_bytes, keep_gathered_weights, largest_mini_batch, take_trial
-from service.types import MicroBatch
+from service.types import MicroBatch, SupervisedRow
 from tests.pure.learn.builders import CPU, VOCABULARY, made_rows, mini_batch, settings
 from tests.pure.learn.ranks import Ranks
-from tests.pure.learn.varlen import eager_graphs
+from tests.pure.learn.varlen import as_on_gpu, eager_graphs
 
 BUDGET = 64
 
@@ -73,34 +74,54 @@ def test_nothing_of_the_trial_is_left(model_folder: Path, algorithm: dict[str, A
         assert torch.equal(tried.master_weights.tensors[name], tensor)
 
 
-def test_a_lack_of_memory_names_the_next_level_and_leaves_no_gradient(model_folder: Path) -> None:
+CUDA_SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB."
+WITHOUT_MEMORY = torch.OutOfMemoryError(CUDA_SAYS + "\nSee documentation for Memory Management")
+
+
+@pytest.mark.parametrize(
+    ("now", "lighter", "told"),
+    [
+        (None, Checkpointing(1), "0 of 2 layers kept their input only (1 would take less)"),
+        (Checkpointing(1), Checkpointing(2), "1 of 2 layers kept their input only (2 would take less)"),
+        (Checkpointing(2), None, "2 of 2 layers kept their input only"),
+    ],
+)
+def test_steps_and_trials_without_memory_are_one_line_with_what_takes_less_and_leave_no_gradient(
+    now: Checkpointing | None, lighter: Checkpointing | None, told: str, model_folder: Path
+) -> None:
     learn = settings(trainer={"max_tokens_per_micro_batch": BUDGET})
-    policy, calls = Policy(learn, model_folder, CPU, 0, 1), []
+    policy = Policy(learn, model_folder, CPU, 0, 1, checkpointing=now)
+    learner, supervised = Learner(learn, model_folder, CPU, 0, 1, policy), SupervisedSteps(learn, policy)
+    rows, held = made_rows(4, seed=0), list[bool]()
+    long_rows = [SupervisedRow(row.token_ids.repeat(3), row.loss_mask.repeat(3)) for row in rows]
 
-    def fail_in_the_last(*_: object) -> None:
-        calls.append(bool(policy.master_weights.gradients()))
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+    def fail_at_the_third(*_: object) -> None:
+        held.append(bool(policy.master_weights.gradients()))
+        if len(held) == 3:
+            raise WITHOUT_MEMORY
 
-    policy.model.layers[-1].register_forward_pre_hook(fail_in_the_last)
-    with pytest.raises(OutOfMemory) as caught:
-        take_trial(learn, policy)
-    assert caught.value.lighter == Checkpointing(1)
-    assert calls == [False, True, True], "the gradients of a micro-batch are in memory during the next"
-    assert not policy.master_weights.gradients()
+    policy.model.register_forward_pre_hook(fail_at_the_third)
+    for step in (
+        lambda: take_trial(learn, policy),
+        lambda: learner.step(mini_batch([[[row] for row in rows]], trajectories=4)),
+        lambda: supervised.step(long_rows, 1e-3),
+    ):
+        held.clear()
+        with pytest.raises(OutOfMemory) as caught:
+            step()
+        passed_on = pickle.loads(pickle.dumps(caught.value))
+        assert str(passed_on) == f"rank 0 was out of memory, {told}: {CUDA_SAYS}"
+        assert passed_on.lighter == lighter
+        assert held == [False, True, True], "the gradients of a micro-batch are in memory during the next"
+        assert not policy.master_weights.gradients()
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.usefixtures("varlen_on_cpu")
 def test_every_compiled_graph_is_made_in_the_trial(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of packed rows, of rows that share a prefix, of an empty micro-batch, and of a forward pass alone."""
     eager_graphs(monkeypatch)
-    original = DeviceBatch.of
-    variable = lambda micro, said: original(micro, said._replace(variable_length=True))  # noqa: E731
-    monkeypatch.setattr(DeviceBatch, "of", staticmethod(variable))
-    torch._dynamo.reset()
-    counters.clear()
+    as_on_gpu(monkeypatch)
     learn = settings(trainer={"max_tokens_per_micro_batch": BUDGET, "compile": True})
     policy = Policy(learn, model_folder, CPU, 0, 1)
     take_trial(learn, policy)

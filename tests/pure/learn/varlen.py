@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
-from inspect import Parameter, Signature
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn.attention import varlen
 
+from service.learn.device_batch import DeviceBatch
 from service.learn.model import flash
-
-FLASH_4 = json.loads(Path(__file__).with_name("flash_attn_4.json").read_text())
-"""The arguments of the package's two functions, as in its source."""
 
 
 class Row(NamedTuple):
@@ -75,37 +71,32 @@ def backward_of_rows(
 
 
 class Flash4:
-    """The two functions of flash-attn-4: its arguments, its number of results, and what it asserts about them."""
+    """The two functions of flash-attn-4: those of its arguments that are used, and what it asserts about them."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.calls: list[tuple[str, int, int]] = []
+        """The name of each called function, and the lengths that it was told of the longest queries and keys."""
 
-    def _flash_attn_fwd(self, *args: Any, **named: Any) -> tuple[Any, ...]:
-        said = self._bound("_flash_attn_fwd", args, named)
-        assert said["return_lse"]
-        q, k, v = (said[name] for name in "qkv")
-        return *forward_of_rows(q, k, v, *self._rows(said)), None, None, None
+    def _flash_attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **rows: Any) -> tuple[Any, ...]:
+        assert return_lse
+        return *forward_of_rows(q, k, v, *self._rows("_flash_attn_fwd", **rows)), None, None, None
 
-    def _flash_attn_bwd(self, *args: Any, **named: Any) -> tuple[Tensor, ...]:
-        said = self._bound("_flash_attn_bwd", args, named)
-        given = (said[name] for name in ("dout", "q", "k", "v", "out", "lse"))
-        assert said["lse"].shape == (said["q"].shape[1], said["q"].shape[0])
-        return backward_of_rows(*given, *self._rows(said))
+    def _flash_attn_bwd(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, **rows: Any
+    ) -> tuple[Tensor, ...]:
+        assert lse.shape == (q.shape[1], q.shape[0])
+        return backward_of_rows(dout, q, k, v, out, lse, *self._rows("_flash_attn_bwd", **rows))
 
-    def _bound(self, name: str, args: Any, named: Any) -> dict[str, Any]:
-        kind = Parameter.POSITIONAL_OR_KEYWORD
-        said = Signature([Parameter(each, kind) for each in FLASH_4[name]["arguments"]]).bind_partial(*args, **named)
-        self.calls.append((name, said.arguments))
-        return said.arguments
-
-    @staticmethod
-    def _rows(said: dict[str, Any]) -> tuple[Any, float, list[int]]:
-        bounds = (said["cu_seqlens_q"], said["cu_seqlens_k"])
-        for ends, longest in zip(bounds, ("max_seqlen_q", "max_seqlen_k"), strict=True):
-            assert ends.dtype == torch.int32 and int(ends.diff().max()) <= said[longest]
-        left, right = said["window_size_left"], said["window_size_right"]
-        assert said["causal"] == (left is None) and right == (None if left is None else 0)
-        return bounds, said["softmax_scale"], [-1 if left is None else left, 0]
+    def _rows(
+        self, name: str, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+        softmax_scale: float, causal: bool, window_size_left: int | None, window_size_right: int | None,
+    ) -> tuple[Any, float, list[int]]:  # fmt: skip
+        self.calls.append((name, max_seqlen_q, max_seqlen_k))
+        for ends, longest in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k)):
+            assert ends.dtype == torch.int32 and int(ends.diff().max()) <= longest
+        left = -1 if window_size_left is None else window_size_left
+        assert causal == (left < 0) and window_size_right == (None if left < 0 else 0)
+        return (cu_seqlens_q, cu_seqlens_k), softmax_scale, [left, 0]
 
 
 def use_flash4(monkeypatch: pytest.MonkeyPatch) -> Flash4:
@@ -134,6 +125,15 @@ def register() -> None:
 
 
 def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capture and differentiate graphs as for a GPU, without generating code for them."""
+    """Capture, differentiate and count graphs as for a GPU, without generating code for them."""
+    torch._dynamo.reset()
+    counters.clear()
     original = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda module, **said: original(module, backend="aot_eager", **said))
+
+
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all micro-batches be for the variable-length kernel."""
+    register()
+    original = DeviceBatch.of
+    monkeypatch.setattr(DeviceBatch, "of", lambda micro, said: original(micro, said._replace(variable_length=True)))

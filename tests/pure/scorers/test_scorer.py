@@ -29,7 +29,7 @@ from service.scorers.teacher import taught
 from service.scorers.user import trajectories_of
 from service.types import Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import step
-from tests.pure.learn.test_credit_split import played
+from tests.pure.learn.outcomes import played
 
 WORDS = [f"w{i}" for i in range(64)]
 TASKS = [Task("p", ({"role": "user", "content": "w1"},), "", extra_info={"bonus": 2})]
