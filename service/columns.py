@@ -1,10 +1,8 @@
 """Tables of columns: defines columns; checks tables, selects items from them and joins them.
 
-A table is a dataclass of arrays, and the name of each array ends in an axis letter: an array `.._K` has one item per
-step, `.._R` one per row, `.._N` one per token. Item `k` owns the tokens `offsets_K[k]:offsets_K[k + 1]`; a column
-`step_offsets_E` likewise gives each item of axis `E` a range of a second ragged axis, `S`. Name, type and annotation of
-a field are the whole definition of a column; the wire format, the comparison of steps, the merge and the table in
-docs/formats.md derive from it:
+A table is a dataclass of arrays whose names end in an axis letter: `.._K` has one item per step, `.._N` one per token.
+Item `k` owns the tokens `offsets_K[k]:offsets_K[k + 1]`; `step_offsets_E` likewise gives each item of axis `E` a range
+of a second ragged axis, `S`. Name, type and annotation of a field are the whole definition of a column:
 
     offsets_K    [0          3       5]     token_ids_N [10 20 30 | 80 90]
     select [1] -> offsets_K [0 2], token_ids_N [80 90]
@@ -232,8 +230,7 @@ def _filled_up(column: Column, arrays: Sequence[NDArray[Any] | None], counts: Se
 
 
 def filled(column: Column, count: int, like: NDArray[Any] | None = None) -> NDArray[Any]:
-    """An array of `count` fill values of a column, with the shape of the items of `like`, and with its type if the
-    column may have two."""
+    """`count` fill values of a column, in the shape of the items of `like`, and of its type if there are two."""
     rest = () if like is None else np.shape(like)[1:]
     array = np.full((count, *rest), column.about.fill or 0, column.dtype)
     return array if like is None or column.narrow is None else array.astype(like.dtype)
@@ -246,8 +243,7 @@ def of_one_type(column: Column, arrays: list[Any]) -> list[Any]:
 
 
 def widened(array: NDArray[Any]) -> NDArray[Any]:
-    """Expert numbers `[..., k]` as int16; in a uint8 array, k numbers of 255 are unknown experts (-1), because the k
-    experts of a token differ."""
+    """Expert numbers `[..., k]` as int16; k times 255 in a uint8 array are unknown experts (-1): known ones differ."""
     if array.dtype != np.uint8:
         return array
     wide = array.astype(np.int16)

@@ -12,8 +12,7 @@ import unicodedata
 LAST_LINES, LINE_CHARACTERS = 20, 300
 """Maximum number of last lines of a text that a message shows, and maximum characters of each of these lines."""
 UNSAFE = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
-"""Unicode categories of characters that are escaped: control, format (such as a change of direction), surrogates,
-private use, separators."""
+"""Unicode categories that are escaped: control, format (such as direction), surrogates, private use, separators."""
 
 
 class BatonError(Exception):
@@ -41,8 +40,7 @@ class Starved(BatonError):
 
 
 class ProcessLost(BatonError):
-    """Raised if an actor's process died, does not answer, or was restarted and is not set up; the message has the
-    cause."""
+    """Raised if an actor's process died, does not answer, or was restarted and is not set up."""
 
 
 class StoreFailed(BatonError):

@@ -22,11 +22,7 @@ LOCK_POLL_SECONDS = 0.02
 
 
 def lock_folder(folder: Path, seconds: float) -> TextIO:
-    """Lock a folder until the returned file is closed or the process dies.
-
-    Raises:
-        TimeoutError: another process held the lock for this many seconds.
-    """
+    """Lock a folder until the returned file is closed or the process dies; a TimeoutError if it takes too long."""
     deadline = time.monotonic() + seconds
     while True:
         lock = (folder / LOCK).open("w")
@@ -65,8 +61,7 @@ def _try_lock(lock: TextIO, how: int) -> bool:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield another path for the block to write to. If the block succeeds, the new file replaces `path`; otherwise it
-    is deleted."""
+    """Yield another path for the block to write to; it replaces `path`, or is deleted if the block fails."""
     partial = partial_file(path)
     try:
         yield partial

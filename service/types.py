@@ -1,10 +1,9 @@
 """The data of a run: steps -> trajectories -> rows -> mini-batches.
 
-Axis letters, here and everywhere: `P` prompts, which are groups in a mini-batch, `G` trajectories, `K` steps, `E`
-end records of trajectories, `S` the steps about which end records have values, `R` rows, `C` segments of rows, `V`
-trajectories of one role, `X` turns of all trajectories, `T` tokens of one step or row, or turns of one trajectory, `Q`
-tokens of a prompt, `N` packed tokens, `H` runs of equal values. An offsets array has one entry more than its axis:
-`offsets_K` has K + 1 entries.
+Axis letters, here and everywhere: `P` prompts, which are groups in a mini-batch, `G` trajectories, `K` steps, `E` end
+records, `S` the steps about which end records have values, `R` rows, `C` segments of rows, `V` trajectories of a role,
+`X` turns of all trajectories, `T` tokens of one step or row, or turns of one trajectory, `Q` tokens of a prompt, `N`
+packed tokens, `H` runs of equal values. Offsets have one entry more than their axis: `offsets_K` has K + 1.
 
 A table of steps or rows is columnar: one array per field, and every per-token array shares one token axis.
 Item `k` owns tokens `offsets[k]:offsets[k+1]`, its prompt part first, its response part after it:
@@ -62,8 +61,7 @@ class PolicyVersion(NamedTuple):
 
 
 class TrajectoryId(NamedTuple):
-    """Identifies one attempt at a trajectory: the group, the trajectory's number in the group (`sample`), and the
-    number of the attempt, both from 0."""
+    """Identifies one attempt at a trajectory: its group, its number in the group and its attempt, both from 0."""
 
     group_id: int
     sample: int
@@ -210,10 +208,8 @@ class Steps(Tokens, Table):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Ends(Table):
-    """A table of E end records of trajectories (`TrajectoryEnd`), as columns.
-
-    Trajectories of 2, 1 and 2 steps; only the last end record has roles (main, aux) and a later reward (0.5 for the
-    first step of its trajectory):
+    """A table of E end records (`TrajectoryEnd`), as columns. Of three, only the last has roles (main, aux) and later
+    rewards:
 
     step_offsets_E [0 0 0 2]    role_S [0 2]    later_reward_S [0.5 0]
     """
@@ -228,22 +224,19 @@ class Ends(Table):
     stop_reason_E: Int32s
     reward_E: Float64s
     step_offsets_E: Int64s
-    """[E + 1] where the steps of each end record begin on axis `S`; an end record without roles and later rewards has
-    no steps there."""
+    """[E + 1] where the steps of each end record begin on axis `S`; none if it has no roles and later rewards."""
     role_S: Uint8s
     """[S] the number of each step's role (`service.handoff.steps.values`)."""
     later_reward_S: Float64s
     """[S] the reward given to each step after the step was sent, in addition to the step's own reward."""
     offsets_E: Int64s
     transcript_N: Uint8s
-    """The transcripts of all end records, in UTF-8, one after the other; a transcript is the output of an agent's
-    run."""
+    """The transcripts (outputs of agents' runs) of all end records, in UTF-8."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepGroup:
-    """One message, generator -> buffer: any number of steps and end records of trajectories, of one or several
-    groups."""
+    """One message, generator -> buffer: any number of steps and end records, of one or several groups."""
 
     sender: Sender
     steps: Steps
@@ -252,8 +245,7 @@ class StepGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One training sequence as an object: one step of a trajectory, or several steps from `first_step` to `last_step`
-    that share a prefix."""
+    """One training sequence as an object: the steps of a trajectory from `first_step` to `last_step`."""
 
     trajectory: TrajectoryId
     prompt_uid: str
@@ -296,8 +288,7 @@ class Rows(Tokens, Table):
 
 
 class SupervisedRow(NamedTuple):
-    """One sequence for supervised training: its token ids [T], and a mask [T] that is True for the assistant's tokens
-    and end tokens."""
+    """A sequence for supervised training: token ids [T], and a mask [T]: True for the assistant's and end tokens."""
 
     token_ids: Int32s
     loss_mask: Bools

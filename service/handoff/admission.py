@@ -37,8 +37,7 @@ class Admission:
             )
 
     def reserved(self, record: Record) -> int:
-        """Bytes of the accepted steps, also of those that the next mini-batch reads back from the journal, plus the
-        maximum that unfinished trajectories may still add."""
+        """Bytes of the accepted steps, also those to be read back, and of what unfinished trajectories may add."""
         groups, next_ones = record.ledger.state.groups, record.ledger.finished[: self._settings.mini_batch_size]
         to_read_back = sum(groups[o].n_bytes for _, o in next_ones if o not in record.store.held)
         return record.n_bytes + to_read_back + self._to_come(record.ledger)
@@ -48,8 +47,7 @@ class Admission:
         return self._settings.max_journal_bytes - journal.segment_bytes
 
     def disk_wait(self, record: Record, n_samples: int) -> tuple[WaitReason, str] | None:
-        """The reason and its text if the journal or its disk has no room for `n_samples` more trajectories; then the
-        removal of unneeded frames begins."""
+        """Why there is no room on disk for `n_samples` more trajectories; then the removal of frames begins."""
         journal, groups = record.journal, record.ledger.state.groups.values()
         worst = self._to_come(record.ledger) + n_samples * self._worst.trajectory + EVENT_BYTES
         held, limit = journal.position - journal.start, self.journal_limit(journal)
@@ -65,7 +63,7 @@ class Admission:
         return WaitReason.DISK, f"the journal holds {held} bytes and may need {worst} more, {bound}"
 
     def wait(self, record: Record, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
-        """The reason and its text if an engine that serves version `serving` has to wait for one more group."""
+        """Why an engine that serves version `serving` has to wait for one more group, with a text; None if not."""
         ledger = record.ledger
         batch = ledger.next_slot // self._settings.mini_batch_size
         ahead = self._settings.lookahead
@@ -78,8 +76,7 @@ class Admission:
         return None
 
     def first_to_wait(self, ledger: Ledger, serving: PolicyVersion) -> int:
-        """The smallest group_id of an untrained group for which the version `serving` is too old, for example after a
-        trainer went back; if there is none, the next group_id."""
+        """The smallest group_id for which the version `serving` is too old, for example after a trainer went back."""
         batches = effective_step(ledger, serving) + self._settings.lookahead + 1
         free = batches * self._settings.mini_batch_size - (ledger.next_slot - len(ledger.slots))
         return next(islice(ledger.slots, max(free, 0), None), ledger.state.next_group_id)
@@ -92,5 +89,5 @@ class Admission:
 
 
 def effective_step(ledger: Ledger, version: PolicyVersion) -> int:
-    """The optimizer step of a version; if that step was undone, the step from which the trainer continued."""
+    """The optimizer step of a version, or the one from which the trainer continued if it was undone."""
     return min([version.step, *(went_on for _, went_on in ledger.state.branches[version.incarnation :])])

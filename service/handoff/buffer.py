@@ -22,7 +22,7 @@ from service.handoff.buffer_settings import BufferSettings, opening
 from service.handoff.claims import Claims
 from service.handoff.group_bytes import JOURNAL_SEGMENTS
 from service.handoff.journal.journal import Journal
-from service.handoff.leases import BatchJob, Leases
+from service.handoff.leases import BatchJob, Leases, Waits
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import failed_attempts, new_content
 from service.handoff.ledger.events import USED, GroupState
@@ -35,7 +35,6 @@ from service.handoff.scoring import Scoring
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
 from service.handoff.verbs import Assignment, BufferStatus, Claim, Receipt, Wait, WaitReason
-from service.handoff.waits import Waits
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Sender, StepGroup, TrajectoryId
 
 
@@ -75,12 +74,10 @@ class Buffer:
         """Takes the answers of scorers; groups wait for scorers between their last submit and their lease."""
         self._claims = Claims(self._record, prompts, self._curriculum, self._admission, self._waits, self.scoring)
         self._shares = settings.mini_batch_size if settings.order == "strict" else settings.max_generators
-        """Number of parts into which the groups missing from the next mini-batch are divided: one per generator, or in
-        strict order one per group, because the lease may wait for any of them."""
+        """Parts of the groups that a mini-batch lacks: one per generator, or per group if a lease waits for any."""
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
-        self._examines = settings.filters.any
         examine(self._record, settings.filters)
 
     # -- the five verbs -----------------------------------------------------------------------------------------------
@@ -138,13 +135,12 @@ class Buffer:
         if (kept := new.only(message, len(data))) is not message:
             data = encode(kept)
         self._record.accept(data, message, new.additions)
-        if self._examines:
-            examine(self._record, self._settings.filters)
+        examine(self._record, self._settings.filters)
         self._restart_failed(message)
         return Receipt(late=new.late)
 
     def _restart_failed(self, message: StepGroup) -> bool:
-        """Restart the failed attempts that a message reports, or give them up; returns whether there were any."""
+        """Whether a message reports failed attempts, which are restarted or given up."""
         are_any = False
         for end in failed_attempts(self.ledger, message):
             self._record.lost(end, end.stop_reason)
@@ -248,8 +244,7 @@ class Buffer:
         return tuple(self._claims.unfinished(generator))
 
     def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId]) -> None:
-        """Restart the `buffer.step_deadline` of trajectories that continue without a new step; not journalled, because
-        a restart of the buffer restarts every deadline."""
+        """Restart the `buffer.step_deadline` of trajectories that continue without a new step; not journalled."""
         for of in trajectories:
             if self.ledger.plays(Sender(generator, incarnation, 0), of):
                 self.ledger.renew((of.group_id, of.sample), self._clock.monotonic())

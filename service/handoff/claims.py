@@ -15,6 +15,7 @@ from typing import TypeGuard
 
 from service.columns import concat
 from service.handoff.admission import Admission
+from service.handoff.leases import Waits
 from service.handoff.ledger import events
 from service.handoff.ledger.record import Record
 from service.handoff.prompt_order import Curriculum, Prompts
@@ -22,7 +23,6 @@ from service.handoff.scoring import Scoring
 from service.handoff.steps.tables import ends_table
 from service.handoff.steps.wire import encode
 from service.handoff.verbs import Assignment, Claim, ClaimAnswer, Wait, WaitReason
-from service.handoff.waits import Waits
 from service.types import PolicyVersion, Sender, StepGroup
 
 

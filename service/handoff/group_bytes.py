@@ -1,7 +1,6 @@
 """Maximum bytes of a group's steps: one formula for all code that reserves memory or refuses a message.
 
-The configuration check, admission, the store and the journal's bound all count in these bytes. They cover both the
-memory of the accepted steps and their frames in the journal, so there is always room for a group that was admitted:
+They cover the memory of the accepted steps and their frames in the journal, so an admitted group always has room:
 
     2 samples of 2 turns of at most 100 tokens, 17 bytes a token:
     each trajectory   2 steps and 1 end record   2 * 100 * 17 + 3 * ITEM_BYTES
@@ -22,8 +21,7 @@ NAME_BYTES = 5 << 10
 NOTE_BYTES = 1 << 10
 """The part of NAME_BYTES that is for a note; further bytes of a longer note are counted separately."""
 ITEM_BYTES = (3 << 10) + NAME_BYTES
-"""Maximum bytes of a step or an end record without tokens: other columns, and frame, header and names of its own
-message."""
+"""Maximum bytes of a step or an end record without tokens: other columns, frame, header and names of a message."""
 TOKEN_BYTES = sum(
     column.dtype.itemsize
     for column in columns_of(Steps).tokens
@@ -46,14 +44,8 @@ JOURNAL_SEGMENTS = 8
 """Number of segments of a full journal; to free the oldest segment, its needed frames are copied to the end."""
 
 
-def item_bytes(n_tokens: int, token_bytes: int, n_items: int) -> int:
-    """Bytes of `n_items` steps and end records that have `n_tokens` tokens together, at `token_bytes` bytes a token."""
-    return n_tokens * token_bytes + n_items * ITEM_BYTES
-
-
 def score_bytes(n_rewards: int, teacher_bytes: int) -> int:
-    """Bytes of a scorer's answer with `n_rewards` rewards, and with `teacher_bytes` bytes of log-probabilities. The
-    texts in the answer are not counted."""
+    """Bytes of a scorer's answer without texts, with `teacher_bytes` bytes of log-probabilities."""
     return SCORE_BYTES + 9 * n_rewards + teacher_bytes
 
 
@@ -86,7 +78,7 @@ class WorstBytes:
     @property
     def step(self) -> int:
         """Bytes of one step with the longest prompt and the longest response."""
-        return item_bytes(self.tokens_of_step, self.token, 1) + max(self.max_note_bytes - NOTE_BYTES, 0)
+        return self.tokens_of_step * self.token + ITEM_BYTES + max(self.max_note_bytes - NOTE_BYTES, 0)
 
     @property
     def scores(self) -> int:
@@ -99,7 +91,7 @@ class WorstBytes:
         at most an equal share of `buffer.max_group_bytes`."""
         everything = self.max_turns * (self.step + SAID_BYTES) + ITEM_BYTES
         if calls := self.max_session_calls:
-            session = item_bytes(self.max_session_tokens, self.token, calls + 1)
+            session = self.max_session_tokens * self.token + (calls + 1) * ITEM_BYTES
             everything = max(everything, session + SAID_BYTES * calls + TRANSCRIPT_BYTES)
         return min(everything + self.scores, self.max_group_bytes // self.n_samples)
 

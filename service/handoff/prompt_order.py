@@ -6,8 +6,7 @@ A place is a position in the order. Places are visited one by one. With `band: [
     success so far   -     1.0   0.5   0.0   0.0
     issued           yes   no    yes   no    yes     prompts outside the band are issued in a quarter of the epochs
 
-The success of a prompt is a part of the ledger, and the row of every issued group is in the journal, so a resumed run
-issues the same prompts as a run without an interruption.
+All of this is in the journal, so a resumed run issues the same prompts as a run without an interruption.
 """
 
 from __future__ import annotations

@@ -165,22 +165,19 @@ class Scoring:
         trajectories = [t for t in self._record.ledger.state.groups[group_id].trajectories if not t.given_up]
         path = f"scorers.{scorer}"
         if self._scorers[scorer].kind == "teacher":
-            logprobs, n_sampled = answer.logprobs, sum(trajectory.tokens for trajectory in trajectories)
-            if logprobs is None or logprobs.shape != (n_sampled,):
-                n_given = 0 if logprobs is None else logprobs.size
-                return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: {n_sampled} sampled tokens", n_given)
+            logprobs = np.zeros(0, np.float32) if answer.logprobs is None else answer.logprobs
+            if logprobs.shape != (n_sampled := sum(trajectory.tokens for trajectory in trajectories),):
+                return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: {n_sampled} sampled tokens", logprobs.size)
             fine = (logprobs <= LOGPROB_TOLERANCE) & (logprobs >= MIN_LOGPROB)
             return None if fine.all() else Refusal(RefusalReason.LOGPROB, path, float(logprobs[fine.argmin()]))
-        if answer.rewards is None or len(answer.rewards) != len(trajectories):
-            n_given = 0 if answer.rewards is None else len(answer.rewards)
-            return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: {len(trajectories)} trajectories", n_given)
-        if answer.info and len(answer.info) != len(trajectories):
-            return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: info of {len(trajectories)}", len(answer.info))
+        for what, given in (("rewards", answer.rewards or ()), ("texts", answer.info or trajectories)):
+            if len(given) != len(trajectories):
+                return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: {len(trajectories)} {what}", len(given))
         group, rewards = self._record.ledger.state.groups[group_id], self._rewards(group_id, scorer, answer) or ()
         lost = unrewarded(group, rewards)
         # A trajectory alone in its group has no baseline.
         if lost and len(trajectories) - len(group.unrewarded.union(lost)) < 2:
-            reward = next(each for each, of in zip(answer.rewards, rewards, strict=True) if math.isnan(of))
+            reward = next(each for each, of in zip(answer.rewards or (), rewards, strict=True) if math.isnan(of))
             return Refusal(RefusalReason.REWARD, f"{path}: {NEEDED}", reward)
         return None
 

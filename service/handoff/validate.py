@@ -1,11 +1,8 @@
 """Validation: which step groups the buffer accepts, judged by the message alone.
 
-A sampled token whose log-probability is not finite is masked and counted; the rest of its step carries loss. The whole
-message is refused if it breaks a rule below, or a rule that compares it with earlier messages (`ledger.accept`). If the
-message is about one trajectory, that trajectory restarts (`attempts`). A reward that is not finite is never replaced by
-a number, because the number would make the baseline of the other trajectories in the group wrong.
-
-Rules are ordered from cheap to expensive; the refusal names the first one that fails.
+A sampled token whose log-probability is not finite is masked and counted. The whole message is refused if it breaks a
+rule below, from cheap to expensive, or a rule that compares it with earlier messages (`ledger.accept`); if it is about
+one trajectory, that trajectory restarts (`attempts`).
 """
 
 from __future__ import annotations
@@ -86,20 +83,14 @@ def _sender(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _identity(group: StepGroup, limits: Limits) -> Refusal | None:
-    steps, ends = group.steps, group.ends
-    found = _first_outside(
-        RefusalReason.IDENTITY,
-        ("group_id_K", steps.group_id_K, 0, MAX_GROUP_ID),
-        ("sample_K", steps.sample_K, 0, limits.n_samples_per_prompt),
-        ("attempt_K", steps.attempt_K, 0, limits.max_attempts),
-        ("group_id_E", ends.group_id_E, 0, MAX_GROUP_ID),
-        ("sample_E", ends.sample_E, 0, limits.n_samples_per_prompt),
-        ("attempt_E", ends.attempt_E, 0, limits.max_attempts),
-    )
-    if found is not None:
-        return found
-    pairs = set(zip(steps.group_id_K.tolist(), map(steps.uids.__getitem__, steps.uid_K.tolist()), strict=True))
-    pairs.update(zip(ends.group_id_E.tolist(), map(ends.uids.__getitem__, ends.uid_E.tolist()), strict=True))
+    pairs: set[tuple[int, str]] = set()
+    highest = {"group_id": MAX_GROUP_ID, "sample": limits.n_samples_per_prompt, "attempt": limits.max_attempts}
+    for table, axis in ((group.steps, "K"), (group.ends, "E")):
+        ranges = [(f"{name}_{axis}", getattr(table, f"{name}_{axis}"), 0, high) for name, high in highest.items()]
+        if (found := _first_outside(RefusalReason.IDENTITY, *ranges)) is not None:
+            return found
+        uids = map(table.uids.__getitem__, getattr(table, f"uid_{axis}").tolist())
+        pairs.update(zip(getattr(table, f"group_id_{axis}").tolist(), uids, strict=True))
     if len(dict(pairs)) < len(pairs):
         return Refusal(RefusalReason.IDENTITY, "one group_id under two uids")
     return None

@@ -26,8 +26,7 @@ class Claim(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Work for a generator: trajectories of one group, with the number of each in the group (`samples`) and the number
-    of its attempt."""
+    """Work for a generator: trajectories of one group, by their numbers in the group (`samples`)."""
 
     group_id: int
     prompt_uid: str
@@ -68,8 +67,7 @@ class WaitReason(StrEnum):
 
 
 class Wait(NamedTuple):
-    """The answer to a claim or a lease that has to wait: the kind of reason, the reason in words, and the monotonic
-    time in seconds at which the wait for this reason began."""
+    """The answer to a claim or a lease that has to wait: the reason, also in words, and since when (monotonic)."""
 
     reason: WaitReason
     detail: str
@@ -121,8 +119,11 @@ class ScorerStatus:
 
 @dataclass(frozen=True)
 class BufferStatus:
-    """The status of the buffer after a number of events (`revision`); the `tokens` by fate add up to `accepted_tokens`.
-    `ledger.state.State` describes the fields that come from the ledger."""
+    """The status of the buffer after `revision` events; fields of the ledger are described by `ledger.state.State`.
+
+    The `tokens` by fate add up to `accepted_tokens`; `refused`, `duplicates` and `late` (messages that were accepted
+    before, or came too late) count since this process started.
+    """
 
     revision: int
     policy_version: PolicyVersion
@@ -138,24 +139,19 @@ class BufferStatus:
     next_slot: int
     lookahead: int
     lengths: dict[str, list[int]]
-    """Histograms of trajectories, and of their tokens, by length: see `Lengths`."""
     length_distance: float
     """Distance between the length distributions of trained and of generated trajectories, from 0 (equal) to 1."""
     token_length_distance: float
     """As `length_distance`, but trained trajectories count by tokens with loss, generated ones by sampled tokens."""
     n_bytes: int
-    """Bytes of the accepted steps in memory."""
     reserved_bytes: int
     """`n_bytes`, plus the maximum that open trajectories may still add."""
     waits: tuple[Waiting, ...]
     refused: dict[str, int]
-    """Refused calls since this process started, by reason."""
     restarts: dict[str, int]
     given_up: dict[str, int]
     duplicates: int
-    """Messages that had been accepted before, counted since this process started."""
     late: int
-    """Messages with content that came too late (`Receipt.late`), counted since this process started."""
     journal_start: int
     journal_position: int
     journal_synced: int
@@ -173,7 +169,5 @@ class BufferStatus:
         values = dict(vars(self))
         values["policy_version"] = str(self.policy_version)
         values["waits"] = [wait._asdict() for wait in self.waits]
-        values["scorers"] = {
-            name: vars(scorer) | {"failures": dict(scorer.failures)} for name, scorer in self.scorers.items()
-        }
+        values["scorers"] = {name: vars(scorer) for name, scorer in self.scorers.items()}
         return values

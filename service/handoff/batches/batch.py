@@ -1,14 +1,13 @@
-"""The mini-batch as a pipeline: whole groups in, micro-batches of every rank out. Axis letters as in `service.types`;
-an end is the record that closes a trajectory.
+"""The mini-batch as a pipeline: whole groups in, micro-batches of every rank out; ends are records of trajectories.
 
 | stage    | in -> out                                                | where                                    |
 |----------|----------------------------------------------------------|------------------------------------------|
 | `score`  | steps, ends, answers of scorers -> steps, ends rewarded  | `ledger.scores`, each time groups load   |
 | `filter` | complete group -> the same group, or its event `Ended`   | `filters`, once the group is complete    |
-| `gather` | groups [P] -> `Played`: steps [K] in order, ends [G]     | here                                     |
+| `gather` | groups [P] -> `Episodes`: steps [K] in order, ends [G]   | here                                     |
 | `roles`  | steps [K] -> the same, without loss for untrained roles  | here                                     |
 | `merge`  | steps [K] -> rows [R]                                    | `prefixes.merge`                         |
-| `credit` | `Played` [K], [G] -> advantages [G], by turn [X]         | `credit`                                 |
+| `credit` | `Episodes` [K], [G] -> advantages [G], by turn [X]       | `credit`                                 |
 | `pack`   | rows [R] -> rows [R] in packing order, with their places | `pack`                                   |
 | `mask`   | rows [R], changed in place -> `LossMask`: counts [G]       | here                                     |
 | `cut`    | rows [R] -> the micro-batches of every rank              | `pack.micro_batches`                     |
@@ -41,12 +40,12 @@ from service.handoff.batches.credit import Credit, ReturnRule, Rule, advantages_
 from service.handoff.batches.pack import Layout, choose_placement, micro_batches
 from service.handoff.ledger.events import Fate
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.ledger.state import VersionHistory, version_of
+from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import Mode, check_whole, merge_in_order
 from service.handoff.prefixes.sharing import shared_form
-from service.handoff.steps.tables import Played, ends_table, name_of, steps_table
+from service.handoff.steps.tables import Episodes, ends_table, name_of, steps_table
 from service.handoff.steps.values import ROLES, TRAINED, Role
-from service.types import NO_VERSION, Int32s, Int64s, MiniBatch, Rows, Step, Steps, TrajectoryEnd, TrajectoryId
+from service.types import Int32s, Int64s, MiniBatch, Rows, Step, Steps, TrajectoryEnd, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +108,7 @@ def formed(
 ) -> BatchResult:
     """Make the mini-batch of a lease, and count each trajectory's stale tokens and each group's untrained tokens.
 
-    Raises:
-        ValueError: there are no groups; a sampled token has no log-probability, or its version is not published;
-            a step's trajectory has no end record; a step came twice.
+    Raises a ValueError for no groups, tokens without log-probability or published version, and incomplete trajectories.
     """
     if not groups:
         raise ValueError("a mini-batch of no groups")
@@ -151,33 +148,31 @@ def formed(
     return BatchResult(batch, masked.stale_G, untrained_P)
 
 
-def gather(groups: Sequence[CompleteGroup]) -> tuple[Played, Int32s]:
+def gather(groups: Sequence[CompleteGroup]) -> tuple[Episodes, Int32s]:
     """The trajectories of the groups, ordered by group, then by sample; and [G] the place of each one's group."""
     steps, ends = concat([group.steps for group in groups]), concat([group.ends for group in groups])
     prompt_G = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.ends) for group in groups])
     order = np.lexsort((ends.sample_E, prompt_G))
-    return Played.of(steps, select(ends, order)), prompt_G[order]
+    return Episodes.of(steps, select(ends, order)), prompt_G[order]
 
 
 def _refuse_untrainable(steps: Steps, history: VersionHistory) -> None:
-    if not steps.has_logprobs_K.all():
-        lacking_N = steps.loss_mask_N & ~np.repeat(steps.has_logprobs_K, lengths_of(steps.offsets_K))
-        if lacking_N.any():
-            k = int(np.searchsorted(steps.offsets_K, lacking_N.argmax(), "right")) - 1
-            raise ValueError(f"{name_of(steps, k)} has tokens to train, but logprobs=None: no ratio can be taken")
-    if (newest := int(steps.versions_N.max(initial=NO_VERSION))) > history.current.pack():
-        k = int(np.searchsorted(steps.offsets_K, steps.versions_N.argmax(), "right")) - 1
-        raise ValueError(
-            f"{name_of(steps, k)} was sampled at version {version_of(newest)}, but the newest of the history "
-            f"is {history.current}; publish it there first"
-        )
+    lacking_N = steps.loss_mask_N & ~np.repeat(steps.has_logprobs_K, lengths_of(steps.offsets_K))
+    ahead_N = steps.versions_N > history.current.pack()
+    ahead = f"was sampled at a version newer than {history.current}, the history's newest: publish it there first"
+    for wrong_N, why in (
+        (lacking_N, "has tokens to train, but logprobs=None: no ratio can be taken"),
+        (ahead_N, ahead),
+    ):
+        if wrong_N.any():
+            k = int(np.searchsorted(steps.offsets_K, wrong_N.argmax(), "right")) - 1
+            raise ValueError(f"{name_of(steps, k)} {why}")
 
 
 def without_untrained(
-    played: Played, prompt_G: Int32s, train: Sequence[str], named_roles: Sequence[str]
+    played: Episodes, prompt_G: Int32s, train: Sequence[str], named_roles: Sequence[str]
 ) -> tuple[Steps, tuple[dict[Fate, int], ...]]:
-    """The steps, without loss where a step's role is not trained; and for each group, the number of sampled tokens in
-    steps of such roles, by fate. These tokens stay in the steps, because later steps may continue them."""
+    """The steps, without loss where a step's role is not trained; and [P] the sampled tokens of such steps, by fate."""
     steps, names = played.steps, (*ROLES, *named_roles)
     untrained_K = ~np.isin(played.role_K, [code for code, role in enumerate(names) if role in train])
     counts = [Counter[Fate]() for _ in range(int(prompt_G.max(initial=-1)) + 1)]
@@ -241,17 +236,7 @@ def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None 
     Steps may have whole prompts or references. Without `ends`, each trajectory ends with its last step, and has the
     stop reason and the reward of this step.
 
-    >>> def step(sample, index, prompt, response, reward=0.0):
-    ...     sampled, versions = np.ones(len(response), np.bool_), np.zeros(len(response), np.int64)
-    ...     arrays = (np.array(ids, np.int32) for ids in (prompt, response))
-    ...     return Step(TrajectoryId(0, sample), "a", index, *arrays, None, sampled, versions, reward=reward)
-    >>> [group] = complete_groups([step(0, 0, [1], [2]), step(0, 1, [1, 2, 3], [4], reward=1.0), step(1, 0, [1], [5])])
-    >>> group.prompt_uid, group.ends.n_steps_E.tolist(), group.ends.reward_E.tolist()
-    ('a', [2, 1], [1.0, 0.0])
-
-    Raises:
-        ValueError: a trajectory lacks a step or the end record, or the end record has another number of steps; a
-            group_id or a trajectory has two prompts.
+    Raises a ValueError if a trajectory lacks a step or the right end record, or a group has two prompts.
     """
     listed = list(steps)
     last: dict[TrajectoryId, Step] = {}

@@ -21,8 +21,7 @@ from service.types import Float64s, Int32s, Int64s, MicroBatch, Rows, Steps
 
 
 def merge_metrics(counts: dict[str, int]) -> dict[str, float]:
-    """Metrics from `MergedRows.counts`: numbers of steps and rows, of tokens before and after the merge, and of steps
-    by the way in which they joined a row."""
+    """Metrics from `MergedRows.counts`."""
     return {
         "generate/num_seq_before_merge": counts["steps"],
         "generate/num_seq_after_merge": counts["rows"],
@@ -53,8 +52,7 @@ def length_metrics(length_R: Int64s, placement: Placement, ranks: Sequence[Seque
 
 
 def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
-    """Metrics of turns: lengths of responses, fractions that were truncated; and per trajectory (`count`) the mean
-    numbers of turns, sampled tokens, and tokens after the first prompt of a row."""
+    """Metrics of turns: lengths of responses, truncated fractions, and means over the `count` trajectories."""
     responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
     length_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
     lengths: dict[str, float] = {}
@@ -76,8 +74,7 @@ def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
 
 
 def staleness_metrics(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) -> dict[str, float]:
-    """Metrics of staleness; and the number of tokens that are too stale, also by quarters of the trajectories (4: the
-    longest ones)."""
+    """Metrics of staleness; too stale tokens also by quarters of the trajectories (4: the longest ones)."""
     sampled = int(np.count_nonzero(staleness_N >= 0))
     ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # tokens that were not sampled count as -1
     quarters = np.array_split(stale_G[np.argsort(sampled_G, kind="stable")], 4)

@@ -2,8 +2,7 @@
 
 **By turn** (`credit`; `T` turns, `K` the turns of all trajectories, one trajectory after the other): the value of turn
 t is the whole return, or with `return_to_go` r_t + gamma r_(t+1) + gamma^2 r_(t+2) + ... The baseline of turn t is the
-mean value over the other trajectories of the group; a trajectory that ended before turn t counts as 0. The page
-docs/credit.md shows why this baseline adds no bias, and has the formula of each estimator.
+mean value over the other trajectories of the group, 0 for one that ended before (docs/credit.md).
 
     rewards   a: 0 1    b: 1    gamma 1      values  a: 1 1    b: 1 (0)      rloo  a: 0 1    b: 0
 
@@ -13,12 +12,10 @@ belong to `main`:
 
     rewards of a trajectory's turns    main 0   verifier 1   main 0.5
     its returns with `returns: sum`    main 0.5   verifier 1
-    advantages in its group            the returns of main are compared with each other, and those of verifier are
 
 With `returns: last` the return of a named role is the reward of the role's last turn, and the return of `main` is the
-reward of the end record. A trajectory in which a named role had no turn has no return of that role. If only one
-trajectory of a group has a role, there is no baseline, and the estimators that compare trajectories
-(`GROUP_ESTIMATORS`) give it the advantage 0.
+reward of the end record. A trajectory without turns of a role has no return of that role; where only one trajectory of
+a group has a role, the estimators that compare trajectories (`GROUP_ESTIMATORS`) give it the advantage 0.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from service.handoff.batches.estimators import (
     grpo_no_std,
     rloo,
 )
-from service.handoff.steps.tables import Played
+from service.handoff.steps.tables import Episodes
 from service.handoff.steps.values import ROLES, Role
 from service.types import Bools, Float32s, Float64s, Int32s, Int64s
 
@@ -79,7 +76,7 @@ class Advantages(NamedTuple):
     metrics: dict[str, float]
 
 
-def advantages_of(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
+def advantages_of(played: Episodes, prompt_G: Int32s, rule: Rule) -> Advantages:
     """The advantages of complete trajectories in the groups `prompt_G`; raises a NoAdvantage if one is not finite."""
     return_G = returns(played, rule.returns)
     metrics = reward_metrics(group_stats(return_G, prompt_G))
@@ -99,7 +96,7 @@ def advantages_of(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
     return Advantages(return_G, mean_G, advantage_K.astype(np.float32), metrics)
 
 
-def teaches(played: Played, rule: Rule, train: Sequence[str]) -> bool:
+def teaches(played: Episodes, rule: Rule, train: Sequence[str]) -> bool:
     """Whether a group has a turn of a trained role with a nonzero advantage; False if all returns are equal."""
     trained = (part for part in parts(played, rule) if part.role in train)
     if rule.credit == "trajectory":
@@ -107,9 +104,8 @@ def teaches(played: Played, rule: Rule, train: Sequence[str]) -> bool:
     return any(part.advantages(np.zeros(len(played.ends), np.int32), rule).any() for part in trained)
 
 
-def returns(played: Played, rule: ReturnRule) -> Float64s:
-    """[G] the return of each trajectory: with `last` the reward of its end record, with `sum` the sum of its steps'
-    rewards, without those of named roles."""
+def returns(played: Episodes, rule: ReturnRule) -> Float64s:
+    """[G] the reward of each trajectory's end record, or the sum of its steps' rewards without those of named roles."""
     if rule == "last":
         return played.ends.reward_E
     own_K = np.where(played.role_K < len(ROLES), played.reward_K, 0.0)
@@ -147,7 +143,7 @@ class Part(NamedTuple):
         return np.where(np.repeat(alone_V, n_turns_V), 0.0, advantage_X)
 
 
-def parts(played: Played, rule: Rule) -> Iterator[Part]:
+def parts(played: Episodes, rule: Rule) -> Iterator[Part]:
     """Yield the turns of the role `main`, then the turns of each named role that has any, in configured order."""
     for code, role in ((0, str(Role.MAIN)), *enumerate(rule.named, len(ROLES))):
         place_X = np.flatnonzero(played.role_K < len(ROLES) if code == 0 else played.role_K == code)
@@ -203,8 +199,7 @@ def turn_advantages(
     """The advantage of every turn: one array per trajectory. `rewards` has one sequence of turn rewards per trajectory.
 
     Raises:
-        ValueError: a reward is not finite, rewards and prompt uids differ in number, `credit` is unknown, or
-            `gamma` is not in [0, 1].
+        ValueError: a reward is not finite, or another argument is none.
         NoAdvantage: an advantage is not finite.
         UserError: the estimator cannot be used per turn, or is unknown.
 

@@ -14,8 +14,7 @@ and the sample standard deviation of its group's returns, n the size of its grou
 MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every advantage has the
 opposite sign, and with m = 0 (rewards 1 and -1) advantages are a million times the rewards, as in the publication.
 
-If a group continues without some trajectories, n counts the remaining ones. Groups of one follow the published
-definitions, in which nothing is subtracted; the configuration refuses groups of one.
+If a group continues without some trajectories, n counts the remaining ones; the configuration refuses groups of one.
 """
 
 from __future__ import annotations
@@ -146,10 +145,7 @@ def reinforce_plus_plus_baseline(return_G: Float64s, group_G: Int64s) -> Float64
 
 
 def _baseline(return_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:
-    """The size and the mean return of each trajectory's group; the mean is 0 for a group of one.
-
-    If all returns of a group are equal, their mean is exactly this return, so that all advantages are exactly 0.
-    """
+    """[G], [G] the size and mean return of each one's group: 0 for a group of one; exact if all returns are equal."""
     count_P = np.bincount(group_G)
     first_P = np.zeros(len(count_P))
     first_P[group_G[::-1]] = return_G[::-1]

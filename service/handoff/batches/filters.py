@@ -19,7 +19,7 @@ from service.handoff.batches.credit import Rule, returns, teaches
 from service.handoff.ledger.events import Ended, GroupState, Tried
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.steps.tables import Played
+from service.handoff.steps.tables import Episodes
 from service.handoff.steps.values import OVER_LONG, TRAINED
 
 
@@ -44,7 +44,7 @@ class FilterSettings:
 
 def filtered(group: CompleteGroup, settings: FilterSettings) -> Ended | None:
     """The event that ends a complete group untrained; None if no filter removes the group."""
-    played = Played.of(group.steps, group.ends)
+    played = Episodes.of(group.steps, group.ends)
     over_long = [group.ends.stop_reasons[code] in OVER_LONG for code in group.ends.stop_reason_E.tolist()]
     if settings.zero_variance and not teaches(played, settings.rule, settings.train):
         reason = "zero_variance"
@@ -59,8 +59,7 @@ def filtered(group: CompleteGroup, settings: FilterSettings) -> Ended | None:
 
 
 def examine(record: Record, settings: FilterSettings) -> None:
-    """Record the success of newly complete groups if there is a curriculum, and end the groups that a filter removes. A
-    group that was leased before is not examined again."""
+    """Record the success of newly complete groups for a curriculum, and end those that a filter removes."""
     unexamined, groups = record.ledger.unexamined, record.ledger.state.groups
     while unexamined:
         group = groups.get(group_id := unexamined.pop(0))
@@ -69,7 +68,7 @@ def examine(record: Record, settings: FilterSettings) -> None:
             continue
         complete = record.complete_group(group_id)
         if settings.success_above is not None and not group.tried:
-            return_G = returns(Played.of(complete.steps, complete.ends), settings.rule.returns)
+            return_G = returns(Episodes.of(complete.steps, complete.ends), settings.rule.returns)
             record.add(Tried(group_id, int(np.count_nonzero(return_G > settings.success_above)), len(return_G)))
         if (ended := filtered(complete, settings)) is not None:
             record.add(ended)

@@ -1,17 +1,12 @@
 """Packing: distributes rows over ranks and micro-batches.
 
-All rows of a trajectory go to one rank. Every rank gets the same number of micro-batches; a rank that needs fewer gets
-dummy micro-batches. Each micro-batch fits the token budget, except that a longer row gets a micro-batch of its own. In
-the padded layout the tokens of a micro-batch are its number of rows times the length of its longest row.
+All rows of a trajectory go to one rank. Every rank gets the same number of micro-batches, some of them dummies. Each
+micro-batch fits the token budget, or is one longer row. In the padded layout its tokens are rows x longest row.
 
     trajectories of 6 5 4 3 tokens, 2 ranks, budget 6   ->   rank 0: [6] [3]     rank 1: [5] [4]
 
-Where rows share prefixes, the cost of a rank or of a micro-batch is the number of its distinct tokens:
-
-    8 rows, each the same prompt of 1500 tokens and a response of 300:
-    14 400 tokens, of which 1500 + 8 * 300 = 3 900 are distinct: one micro-batch of 4096
-
-The rows are sorted by their tokens (depth-first order), and each row may share a prefix with the row before it:
+Where rows share prefixes, the cost of a rank or of a micro-batch is the number of its distinct tokens. The rows are
+sorted by their tokens (depth-first order), and each row may share a prefix with the row before it:
 
     row 0   1 2 3 4          rows in sorted order                row 1   row 0   row 2
     row 1   1 2 3            tokens shared with the row before       0       3       2
@@ -92,8 +87,7 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
 
 
 def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout) -> list[list[list[int]]]:
-    """For each rank, its items packed into bins within the budget; every rank has the same number of bins. A bin is a
-    list of positions in the rank's sequence of costs."""
+    """Of each rank the bins within the budget, the same number for every rank, as positions in the rank's costs."""
     needed = max(max(1, -(-sum(min(cost, budget) for cost in costs) // budget)) for costs in costs_of_rank)
     bins = [_packed(costs, budget, needed, layout) for costs in costs_of_rank]
     count = max(len(of_rank) for of_rank in bins)
@@ -277,7 +271,6 @@ def distinct_of_parts(order: PrefixOrder, length_R: Int64s, part_R: Int64s, part
 
 
 def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, prompt_G: Int32s, ranks: int) -> Int64s:
-    """The rank of each row: of several distributions, the one whose heaviest rank is lightest."""
     if ranks == 1:
         return np.zeros(len(length_R), np.int64)
     enough = BALANCED * float(length_R.sum() - order.shared_R.sum()) / ranks
@@ -310,7 +303,7 @@ def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterat
 
 
 def _parts(order: PrefixOrder, places: Int64s, length_R: Int64s, budget: int) -> Iterator[tuple[list[int], int]]:
-    """Yield groups of adjacent rows that share prefixes and fit the budget, each with its number of distinct tokens."""
+    """Yield adjacent rows that share prefixes and fit the budget, each with its number of distinct tokens."""
     rows: list[int] = []
     cost = 0
     for row, shared in zip(order.row_R[places].tolist(), order.shared_R[places].tolist(), strict=True):
@@ -333,8 +326,7 @@ class PrefixOrder(NamedTuple):
     """The number of leading tokens that each row shares with the row before it in this order."""
 
     def within(self, part_R: Int64s) -> PrefixOrder:
-        """This order, sorted by part: rows of one part are adjacent, and rows of different parts count as sharing
-        nothing. `part_R`: the part of each row."""
+        """This order, sorted by the part of each row; rows of different parts count as sharing nothing."""
         order_R = np.argsort(part_R[self.row_R], kind="stable")
         row_R, shared_R = self.row_R[order_R], np.zeros_like(self.shared_R)
         # the shared prefix of two rows is the minimum over the adjacent pairs between them

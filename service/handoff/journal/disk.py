@@ -17,14 +17,12 @@ MAX_BUFFERS_PER_WRITE = 512
 
 
 class File:
-    """The open file of a segment. With `writable`, it can be read and written, and is created if it is missing;
-    without, it can only be read."""
+    """The open file of a segment; a missing file is created."""
 
-    def __init__(self, path: Path, writable: bool = True) -> None:
+    def __init__(self, path: Path) -> None:
         # A link with a missing target is refused: a new file at the target would hide the missing frames.
         create = 0 if path.is_symlink() else os.O_CREAT
-        flags = os.O_RDWR | create if writable else os.O_RDONLY
-        self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(path, os.O_RDWR | create | os.O_CLOEXEC, 0o600)
         # A journal that refuses to start is garbage-collected with its files open; this closes them.
         self._close = weakref.finalize(self, os.close, self._fd)
 
@@ -41,8 +39,7 @@ class File:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def extents(self, offset: int) -> list[tuple[int, int]]:
-        """The ranges (start, stop) from `offset` on that were written, without reserved space. Listed before any is
-        read: the kernel's read-ahead would make reserved space look written."""
+        """The ranges (start, stop) from `offset` on that were written, all listed before read-ahead fills others."""
         found: list[tuple[int, int]] = []
         stop = offset
         while (start := self._seek(stop, os.SEEK_DATA)) is not None:

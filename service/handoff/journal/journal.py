@@ -8,10 +8,9 @@ A frame is a 64-byte header, the payload, and zeros up to a multiple of 64 bytes
 journal was on the disk when the frame was written. A segment is a file, named by the position of its first byte. Each
 segment but the first begins with a snapshot, so that older segments can be removed.
 
-Only the last segment can have a torn tail: it begins at an unreadable frame, if no later valid frame records that this
-frame had been synced. The tail is cut off. Every other frame was synced before a later segment began, or before earlier
-segments were removed. If such a frame cannot be read, the file is damaged: the journal refuses to start and
-changes nothing.
+Only the last segment can have a torn tail, which is cut off: it begins at an unreadable frame, if no later valid frame
+records that this frame had been synced. Every other frame was synced before a later segment began, or before earlier
+ones were removed. If such a frame cannot be read, the journal refuses to start and changes nothing.
 """
 
 from __future__ import annotations
@@ -70,17 +69,9 @@ def frames(segment: Segment, start: int | None = None) -> Iterator[Frame]:
 
 
 def first_frame(path: Path) -> Frame | None:
-    """The first frame of a segment's file, which is not changed; None if the frame is damaged.
-
-    Raises:
-        JournalError: the file cannot be opened.
-    """
+    """The first frame of a segment's file; None if it is damaged. Raises a JournalError if there is no such file."""
     try:
-        file = File(path, writable=False)
-        try:
-            return next(frames(Segment(int(path.stem), file, path)), None)
-        finally:
-            file.close()
+        return next(frames(Segment(int(path.stem), File(path), path)), None)
     except OSError as error:  # the kernel's error names no file
         raise JournalError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -163,13 +154,7 @@ class _Queued(NamedTuple):
 class Journal:
     """Frames on disk: one thread calls `append`, which queues a frame; `sync`, in any thread, makes frames durable."""
 
-    def __init__(
-        self,
-        folder: Path,
-        clock: Clock,
-        disk: Disk | None = None,
-        segment_bytes: int = 64 << 20,
-    ) -> None:
+    def __init__(self, folder: Path, clock: Clock, disk: Disk | None = None, segment_bytes: int = 64 << 20) -> None:
         self.folder = folder
         self.synced = 0
         """Everything before this position is on the disk."""

@@ -17,10 +17,10 @@ from service.columns import offsets_of, select
 from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.record import GroupData, Store, end_bytes
-from service.handoff.ledger.state import Group, Trajectory
+from service.handoff.ledger.record import GroupData, Store
+from service.handoff.ledger.state import Attempt, Group
 from service.handoff.prefixes.sharing import PrefixError, check_references
-from service.handoff.steps.tables import end_objects, ends_table, long_note_bytes, same_step
+from service.handoff.steps.tables import end_objects, ends_table, long_note_bytes, said_bytes, same_step
 from service.handoff.steps.values import FAILURES
 from service.types import Bools, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
@@ -66,20 +66,16 @@ class _Received(NamedTuple):
     items: list[int]
     """Positions of the trajectory's steps in the message."""
     ends: list[TrajectoryEnd]
-    trajectory: Trajectory
+    trajectory: Attempt
     message: StepGroup
     columns: _Columns
     held: GroupData
 
 
 def new_content(
-    ledger: Ledger,
-    store: Store,
-    message: StepGroup,
-    max_trajectory_bytes: int | None = None,
+    ledger: Ledger, store: Store, message: StepGroup, max_trajectory_bytes: int | None = None
 ) -> NewContent | Refusal:
-    """The new content of a message, or the refusal of the whole message. `max_trajectory_bytes`: the bytes reserved for
-    each trajectory; None on a replay."""
+    """The new content of a message, or its refusal, also beyond `max_trajectory_bytes` (None on a replay)."""
     experts_N = message.steps.routed_experts_N
     if experts_N is not None and len(message.steps) and ledger.state.routing not in (None, experts_N.shape[1:]):
         path = f"routed_experts_N: {experts_N.shape[1:]}, not {ledger.state.routing}"
@@ -133,8 +129,7 @@ def failed_attempts(ledger: Ledger, message: StepGroup) -> Iterator[TrajectoryEn
 
 
 def _group(ledger: Ledger, message: StepGroup, of: TrajectoryId, uids: set[str]) -> Group | Refusal | None:
-    """The group of a trajectory; None if the content came too late: the group ended or was trained, or continues
-    without this attempt."""
+    """The group of a trajectory; None if the content came too late."""
     if not 0 <= of.group_id < ledger.state.next_group_id:
         return Refusal(RefusalReason.UNKNOWN_GROUP, str(of), of.group_id)
     if not 0 <= of.sample < ledger.state.n_samples:
@@ -177,7 +172,7 @@ def _addition(received: _Received) -> Addition | Refusal | None:
         n_bytes=n_tokens * columns.bytes_per_token
         + ITEM_BYTES * len(items)
         + long_note_bytes(received.message.steps, items)
-        + (end_bytes(end) if end else 0),
+        + (ITEM_BYTES + said_bytes(end) if end else 0),
         end=end,
     )
     if n_steps != len(indices) + len(known.indices):

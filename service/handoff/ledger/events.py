@@ -6,9 +6,8 @@ ISSUED -> OPEN -> SCORING -> COMPLETE -> LEASED -> STEPPED -> TRAINED
                                 +--|-----------  rollback  ------+
                                    +-> FILTERED          and from ISSUED to COMPLETE: REFUSED, EXPIRED
 
-Groups that no scorer scores (`service.scorers`) go from OPEN to COMPLETE. The buffer makes an event, the journal stores
-it, the ledger applies it; the same events always give the same ledger. The journal stores an accepted step group as its
-wire bytes, from which its `Addition`s are derived.
+Groups without scorers go from OPEN to COMPLETE. The buffer makes an event, the journal stores it, the ledger applies
+it; of an accepted step group the journal stores the wire bytes, from which its `Addition`s are derived.
 """
 
 from __future__ import annotations
@@ -55,9 +54,6 @@ NEXT_STATES: dict[GroupState, tuple[GroupState, ...]] = {
     GroupState.LEASED: (GroupState.COMPLETE, GroupState.STEPPED),
     GroupState.STEPPED: (GroupState.TRAINED, GroupState.COMPLETE),
     GroupState.TRAINED: (GroupState.COMPLETE,),
-    GroupState.FILTERED: (),
-    GroupState.REFUSED: (),
-    GroupState.EXPIRED: (),
 }
 UNFINISHED = (GroupState.ISSUED, GroupState.OPEN)
 USED = (GroupState.STEPPED, GroupState.TRAINED)
@@ -93,8 +89,7 @@ class Fate(StrEnum):
     SUPERSEDED = "superseded"
     """A newer attempt of the trajectory replaced the token's attempt."""
     ROLLED_BACK = "rolled_back"
-    """The optimizer step that used the token was undone, and its group waits to be trained again. Or the run continued
-    on an empty disk, from a checkpoint older than the token."""
+    """The optimizer step that used the token was undone, and its group waits to be trained again."""
 
 
 GIVEN_UP = -1
@@ -102,16 +97,11 @@ GIVEN_UP = -1
 
 
 # Kinds of journal frames.
-EVENT = 1
-"""Kind of a journal frame with an encoded event."""
-STEPS = 2
-"""Kind of a journal frame with an accepted message: a step group's wire bytes."""
-SNAPSHOT = 3
-"""Kind of a journal frame with the ledger's whole state; frames before it are needed only for steps of its groups."""
-COPIED = 4
-"""Kind of a journal frame with a step group's wire bytes, copied from an older part of the journal."""
-SCORES = 5
-"""Kind of a journal frame with an encoded `Scored` event, which may occur twice because it is copied like steps."""
+EVENT = 1  # an encoded event
+STEPS = 2  # an accepted message: a step group's wire bytes
+SNAPSHOT = 3  # the ledger's whole state; frames before it are needed only for steps of its groups
+COPIED = 4  # as STEPS, copied from an older part of the journal
+SCORES = 5  # an encoded `Scored` event, which may occur twice because it is copied like steps
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -170,8 +160,7 @@ class Scored(Event, frozen=True):
     group_id: int
     scorer: str
     rewards: tuple[float, ...] | None = None
-    """[G] the weighted reward of each trajectory, by sample; None: the scorer gives no rewards. NaN: the trajectory
-    got no reward, and the group continues without the trajectory."""
+    """[G] the weighted reward of each trajectory, by sample; NaN: the group continues without it. None: no rewards."""
     replaces: bool = False
     """True if the rewards replace the environment's rewards; False if they are added to them."""
     info: tuple[str, ...] = ()
@@ -214,8 +203,7 @@ class Restarted(Event, frozen=True):
 
 
 class GivenUp(Event, frozen=True, tag="Truncated"):
-    """A group continues without some of its trajectories, because they were unfinished at the group's deadline or
-    because their last attempts failed."""
+    """A group continues without trajectories that were unfinished at its deadline, or whose last attempts failed."""
 
     group_id: int
     samples: tuple[int, ...]

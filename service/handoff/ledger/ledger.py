@@ -1,8 +1,7 @@
 """The ledger: the state of every group, trajectory and token.
 
-The ledger changes only by `apply`, `accept` and `renew`; the same events always give the same state. Other code changes
-two values: the record sets where in the journal a group's steps begin (`Group.first_position`), and the curriculum
-empties the set of rows whose success changed (`Ledger.tried`). `tests.invariant` checks the ledger's invariant.
+The ledger changes only by `apply`, `accept` and `renew`; the same events always give the same state. Only the record
+sets `Group.first_position`, and the curriculum empties `Ledger.tried`. `tests.invariant` checks the ledger's invariant.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from service.handoff.ledger import events
 from service.handoff.ledger.events import GIVEN_UP, NEXT_STATES, UNFINISHED, USED, Addition, Fate, GroupState
 from service.handoff.ledger.state import (
     MESSAGES_REMEMBERED,
+    Attempt,
     Group,
     Lease,
     Member,
     State,
     Success,
-    Trajectory,
     bucket,
     history_of,
 )
@@ -184,7 +183,7 @@ class Ledger:
     # -- from issue to completion -------------------------------------------------------------------------------------
 
     def _issued(self, event: events.Issued) -> None:
-        trajectories = [Trajectory(event.generator, event.incarnation) for _ in range(self.state.n_samples)]
+        trajectories = [Attempt(event.generator, event.incarnation) for _ in range(self.state.n_samples)]
         group = Group(event.uid, event.row, event.admitted, trajectories, scorers=event.scorers)
         self.state.groups[event.group_id] = group
         self.state.next_group_id = event.group_id + 1
@@ -246,7 +245,7 @@ class Ledger:
         for sample in event.samples:
             old = group.trajectories[sample]
             self._finish_sample((event.group_id, sample), old)
-            group.trajectories[sample] = Trajectory(None, 0, old.attempt + 1)
+            group.trajectories[sample] = Attempt(None, 0, old.attempt + 1)
             group.tokens -= old.tokens
             group.n_bytes -= old.n_bytes
             self._move_tokens(Fate.OPEN, Fate.SUPERSEDED, old.tokens)
@@ -269,7 +268,7 @@ class Ledger:
         group.tokens -= trajectory.tokens
         self._move_tokens(Fate.OPEN, Fate.EXPIRED, trajectory.tokens)
         self.state.lengths.given_up[bucket(trajectory.tokens)] += 1
-        group.trajectories[sample] = Trajectory(None, 0, trajectory.attempt, given_up=True)
+        group.trajectories[sample] = Attempt(None, 0, trajectory.attempt, given_up=True)
         self.state.given_up[reason] = self.state.given_up.get(reason, 0) + 1
 
     # -- ends without training ----------------------------------------------------------------------------------------
@@ -371,7 +370,7 @@ class Ledger:
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
-    def _finish_sample(self, sample: Sample, trajectory: Trajectory) -> None:
+    def _finish_sample(self, sample: Sample, trajectory: Attempt) -> None:
         self.since.pop(sample, None)
         self.unfinished_bytes -= trajectory.n_bytes
 
@@ -386,7 +385,7 @@ class Ledger:
         insort(self.finished, (group.finished, group_id))
 
     def _enter(self, group: Group, state: GroupState) -> None:
-        if state not in NEXT_STATES[group.state]:
+        if state not in NEXT_STATES.get(group.state, ()):
             raise ValueError(f"a group that is {group.state} cannot become {state}")
         self.in_state[group.state] -= 1
         self.in_state[state] += 1

@@ -4,8 +4,6 @@ A change is an event, which goes to the journal, then to the ledger and to the s
 
     Record.add     event    -> Journal, Ledger, Store
     Record.accept  message  -> Journal, Ledger, Store       (the message's bytes are the journal's frame)
-
-A replay (`service.handoff.ledger.replaying`) applies the journal's frames to the ledger and the store in the same way.
 """
 
 from __future__ import annotations
@@ -18,22 +16,20 @@ import numpy as np
 
 from service.clock import Clock
 from service.columns import bytes_per_token, concat, select
-from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.scores import CompleteGroup, rewarded, with_scores
 from service.handoff.ledger.state import State
-from service.handoff.steps.tables import ends_table, said_bytes, steps_table
+from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.steps.values import Limits, Routing
 from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 
 
 @dataclass(slots=True)
 class GroupData:
-    """What was accepted of one group: steps (in order of arrival), end records and scorers' answers, without those of
-    replaced attempts."""
+    """What was accepted of the current attempts of one group: steps (as they came), end records, scorers' answers."""
 
     steps: list[Steps] = field(default_factory=list)
     ends: dict[int, TrajectoryEnd] = field(default_factory=dict)
@@ -116,11 +112,6 @@ class Store:
             held.rearrange([concat(held.steps)])
         ends = [held.ends[sample] for sample in sorted(held.ends)]
         return held.steps[0] if held.steps else steps_table([]), ends_table(ends)
-
-
-def end_bytes(end: TrajectoryEnd) -> int:
-    """Bytes of an end record, as `service.handoff.group_bytes` counts them."""
-    return ITEM_BYTES + said_bytes(end)
 
 
 def cut(steps: Steps, items: Sequence[int]) -> Steps | None:

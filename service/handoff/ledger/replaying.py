@@ -5,8 +5,7 @@ To make room, the needed frames of the oldest segments are copied to the end, an
     before   | steps of 7, steps of 8 | steps of 9 | ...                 8 was filtered, 7 and 9 wait to be trained
     after                             | steps of 9 | ... | steps of 7 | snapshot
 
-Without copies, one needed group would keep all later segments too, and the number of filtered groups and replaced
-attempts in them has no bound.
+Without copies, one needed group would keep all later segments too.
 """
 
 from __future__ import annotations
@@ -40,43 +39,42 @@ _decoder = msgspec.msgpack.Decoder(State)
 def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock: Clock) -> Record:
     """The record that results from a journal's frames; an empty journal begins with `opened`.
 
-    Raises:
-        JournalError: the journal is damaged.
-        UserError: the journal holds a run that began with other rows or settings.
+    Raises a JournalError if the journal is damaged, a UserError if its run began with other rows or settings.
     """
-    record, snapshot = Record(limits, journal, clock), None
+    record, oldest, snapshot = Record(limits, journal, clock), None, None
     for frame in journal.replay():
+        oldest = oldest or frame
         if frame.kind == events.SNAPSHOT:
             snapshot = frame
+    if oldest is not None:
+        _check_opening(oldest, opened, journal.folder)
     if snapshot is not None:
         ledger = record.ledger = Ledger(_decoder.decode(snapshot.payload), clock.monotonic())
         record.snapshot_end, record.store.expert_bytes = snapshot.end, expert_bytes(ledger, record.limits.routing)
-        if ledger.state.opened is not None:
-            _check_opening(ledger.state.opened, opened, journal.folder)
         unused = [o for o, group in ledger.state.groups.items() if group.state not in USED]
         _fetch_groups(record, unused, snapshot.position)
     elif journal.start > 0:
         raise JournalError(f"{journal.folder} begins at position {journal.start} and has no snapshot")
     for frame in journal.read(journal.start if snapshot is None else snapshot.end):
         apply_frame(record, frame)
-        if frame.position == 0 and (begun := record.ledger.state.opened) is not None:
-            _check_opening(begun, opened, journal.folder)
     if record.ledger.state.opened is None:
         record.add(opened)
     return record
 
 
 def check_begun(folder: Path, opened: events.Opened) -> None:
-    """Raise a UserError if the run whose journal lies in `folder` began with other rows or settings; the buffer on
-    another machine checks its own journal."""
+    """Raise a UserError if the run whose journal is in `folder`, if any, began with other rows or settings."""
     oldest = min(folder.glob("*.journal"), key=lambda path: int(path.stem), default=None)
     if oldest is not None and (frame := first_frame(oldest)) is not None:
-        begun = _decoder.decode(frame.payload).opened if frame.kind == events.SNAPSHOT else events.decode(frame.payload)
-        if isinstance(begun, events.Opened):
-            _check_opening(begun, opened, folder)
+        _check_opening(frame, opened, folder)
 
 
-def _check_opening(begun: events.Opened, opened: events.Opened, folder: Path) -> None:
+def _check_opening(oldest: Frame, opened: events.Opened, folder: Path) -> None:
+    """`oldest`: the first frame that the journal still has."""
+    is_snapshot = oldest.kind == events.SNAPSHOT
+    begun = _decoder.decode(oldest.payload).opened if is_snapshot else events.decode(oldest.payload)
+    if not isinstance(begun, events.Opened):
+        return
     remedy = f"set it back, or begin a new run under another run.name ({folder} continues as it began)"
     for name in begun.settings | opened.settings:
         if (then := begun.settings.get(name)) != (now := opened.settings.get(name)):
@@ -98,8 +96,7 @@ def apply_frame(record: Record, frame: Frame) -> None:
 
 
 def load_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]:
-    """Complete groups, read from the journal if their optimizer step was undone; raises a JournalError if one is not
-    there."""
+    """Complete groups, read back if their optimizer step was undone; raises a JournalError if one is not there."""
     if missing := [group_id for group_id in group_ids if group_id not in record.store.held]:
         record.journal.sync()
         _fetch_groups(record, missing, record.journal.synced)
@@ -110,8 +107,7 @@ def load_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]
 
 
 def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame]) -> None:
-    """Read the accepted steps, end records and scores of groups from `frames`, and add each once to a store; stop as
-    soon as all of them were read."""
+    """Add the accepted steps, end records and scores of groups in `frames` to a store, until it has all of them."""
     seen: set[tuple[int, int, int]] = set()
     attempts = {group_id: attempts_of(group) for group_id, group in groups.items()}
     unfinished: set[tuple[int, int | str]] = {

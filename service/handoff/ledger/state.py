@@ -1,7 +1,6 @@
 """The state that the events determine: groups, trajectories, generators, leases, counts; and the published versions.
 
-Only the ledger changes this state, except `Group.first_position`, which the record sets. The whole state is written
-into the journal's snapshots and read back from them.
+The whole state is written into the journal's snapshots and read back from them.
 
 published:  (0,0) (0,1) (0,2) (0,3)      then the trainer goes back to step 1 as incarnation 1
                      \\__ (1,1) (1,2)
@@ -35,7 +34,7 @@ NEWEST_GROUPS = 4
 
 
 @dataclass(slots=True)
-class Trajectory:
+class Attempt:
     """The current attempt at one trajectory of a group."""
 
     generator: str | None
@@ -69,7 +68,7 @@ class Group:
     row: int
     admitted: PolicyVersion
     """The version that the claiming generator's engine served; no sample starts on an older version."""
-    trajectories: list[Trajectory]
+    trajectories: list[Attempt]
     """The trajectories, by sample; empty once an optimizer step used the group."""
     attempts: tuple[int, ...] = ()
     """The final attempt of each sample, once all samples are complete; GIVEN_UP for a sample that was given up."""
@@ -159,11 +158,10 @@ class Lengths:
     """
 
     generated: list[int] = field(default_factory=_zeros)
-    """Number of trajectories that were completed, by length."""
+    """Number of complete trajectories, by length; likewise of those that were trained, and without which their group
+    continued."""
     trained: list[int] = field(default_factory=_zeros)
-    """Number of trajectories that an optimizer step used, by length."""
     given_up: list[int] = field(default_factory=_zeros)
-    """Number of trajectories without which their group continued, by length."""
     generated_tokens: list[int] = field(default_factory=_zeros)
     """Number of sampled tokens in the generated trajectories, by trajectory length."""
     loss_tokens: list[int] = field(default_factory=_zeros)

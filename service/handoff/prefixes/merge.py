@@ -6,16 +6,14 @@
                                   mask    1  1  0  0  1  1
 
 A step continues another one if its reference is to the whole other step; a step without a reference begins a row. If
-each step of a trajectory continues the step before it, the tokens of its steps are already in the order of the row:
-merging copies nothing and changes only offsets. If a trajectory branches (forks, resets, trees), its rows are built
-from segments of the token axis. The tokens of a live segment keep their loss. The tokens of a context segment carry no
-loss; they are repeated so that later tokens follow the same context that the policy saw:
+each step continues the step before it, merging copies nothing and changes only offsets. If a trajectory branches, its
+rows are built from segments of the token axis: live ones keep their loss, context is repeated without loss, so that
+later tokens follow what the policy saw:
 
     step 0: prompt [1 2]                        response [3 4]      row 0: live [1 2 3 4]
     step 1: prompt (first 3 tokens of step 0)   response [9]        row 1: context [1 2 3] (of step 0), live [9]
 
-Steps merge only if they have the same temperature, and if both or neither have log-probabilities. References are
-checked where steps come in (`ledger.accept`, `check_whole`), not here.
+Steps merge only if they have the same temperature, and if both or neither have log-probabilities.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ class MergedRows(NamedTuple):
     first_R: Int64s
     """The first step of each row, as the position of the step in the merged table."""
     counts: dict[str, int]
-    """Number of steps by outcome (`extended`, `forked`, `reset`), of all `steps`, and of `rows`; number of tokens
-    before the merge, with each step as a row (`tokens_before`), and after it (`tokens_after`)."""
+    """Number of `steps`, also by outcome (`extended`, `forked`, `reset`), of `rows`, and of tokens before and after."""
 
 
 class _Layout(NamedTuple):
@@ -62,18 +59,7 @@ def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
     """Merge steps of any number of trajectories into rows, ordered by the trajectory's first appearance, then by step.
     A step may have its whole prompt (`sharing.shared_form` makes the reference) or a reference.
 
-    Raises:
-        ValueError: a trajectory has two prompts, or lacks a step before its last one; a step came twice with different
-            content; a reference is to a missing step or to other tokens; `mode` is unknown.
-
-    >>> from service.types import TrajectoryId
-    >>> def step(index, prompt, response):
-    ...     ids = np.array(response, np.int32)
-    ...     sampled, versions = np.ones(len(ids), np.bool_), np.zeros(len(ids), np.int64)
-    ...     return Step(TrajectoryId(0, 0), "a", index, np.array(prompt, np.int32), ids, None, sampled, versions)
-    >>> [row] = merge_steps([step(0, [10, 20, 30], [40, 50]), step(1, [10, 20, 30, 40, 50, 60, 70], [80, 90])])
-    >>> row.prompt_ids.tolist(), row.response_ids.tolist(), row.loss_mask.astype(int).tolist()
-    ([10, 20, 30], [40, 50, 60, 70, 80, 90], [1, 1, 0, 0, 1, 1])
+    Raises a ValueError for two prompts, a gap, contradicting copies of a step, a wrong reference or an unknown `mode`.
     """
     if not (listed := list(steps)):
         return []
@@ -87,8 +73,7 @@ def merge(steps: Steps, mode: Mode = "linear") -> MergedRows:
 
 
 def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = False) -> MergedRows:
-    """Merge a table of steps that are sorted by trajectory (`number_K`), then by index, and have no duplicates.
-    `by_turn`: whether the rows record the step of each token (`Rows.turn_N`)."""
+    """Merge steps sorted by trajectory (`number_K`) and index, without duplicates; `by_turn`: record `Rows.turn_N`."""
     counts = dict.fromkeys(("extended", "forked", "reset"), 0)
     layout = _layout(steps, number_K, mode, counts)
     begin_R = np.flatnonzero(np.diff(layout.row_C, prepend=-1))
@@ -260,8 +245,7 @@ class _RowBuilder:
         return None
 
     def _first_sampled(self, step: StepNode, prompt_length: int) -> int:
-        """The position of the first response in a new row; counts whether it is `forked` from sampled tokens of the
-        nearest row, or a `reset`."""
+        """The position of the first response in a new row, which is `forked` if it shares sampled tokens."""
         if not self.rows or self._mode == "off":
             return prompt_length
         if self._mode == "tree":

@@ -3,8 +3,7 @@
     whole prompt    step 1: prompt [10 20 30 40 50 60 70]                        response [80 90]
     as it is sent   step 1: prompt (first 5 tokens of step 0) [60 70]            response [80 90]
 
-The reference carries the digest of the tokens [10 20 30 40 50]. Messages, journal and memory hold steps in this form
-only: the buffer compares no prompts, and a step without a reference begins a new row.
+The reference carries the digest of the tokens [10 20 30 40 50]; messages, journal and memory hold only this form.
 
 The steps of one trajectory are a tree of references (`StepTree`), which says which step carries each token:
 
@@ -49,16 +48,7 @@ def longest_prefix(prompt_ids: Int32s, earlier: Iterable[tuple[int, Int32s]]) ->
 
 
 def shared_form(steps: Sequence[Step]) -> list[Step]:
-    """The steps, in any order, as they are sent: whole prompts are replaced by a reference and the tokens after it.
-
-    >>> def step(index, prompt, response):
-    ...     ids = np.array(response, np.int32)
-    ...     sampled, versions = np.ones(len(ids), np.bool_), np.zeros(len(ids), np.int64)
-    ...     return Step(TrajectoryId(0, 0), "a", index, np.array(prompt, np.int32), ids, None, sampled, versions)
-    >>> [_, second] = shared_form([step(0, [10, 20, 30], [40, 50]), step(1, [10, 20, 30, 40, 50, 60, 70], [80, 90])])
-    >>> second.extends[:2], second.prompt_ids.tolist()
-    ((0, 5), [60, 70])
-    """
+    """The steps, in any order, as they are sent: whole prompts are replaced by a reference and the tokens after it."""
     wholes: dict[TrajectoryId, dict[int, Int32s]] = {}
     made = list(steps)
     for place in sorted(range(len(made)), key=lambda place: made[place].index):
@@ -150,11 +140,7 @@ class StepTree:
         self._steps: dict[int, StepNode] = {}
 
     def add(self, steps: Steps, k: int) -> StepNode:
-        """Add step `k` of a table.
-
-        Raises:
-            PrefixError: the extended step was not added before, or has other tokens.
-        """
+        """Add step `k` of a table; raises a PrefixError if the extended step is not there or has other tokens."""
         index, start, stop = int(steps.index_K[k]), int(steps.offsets_K[k]), int(steps.offsets_K[k + 1])
         parent, cut, before = None, 0, xxhash.xxh3_64()
         if (extends := extension_of(steps, k)) is not None:
@@ -170,16 +156,14 @@ class StepTree:
 
 
 def check_references(steps: Iterable[tuple[Steps, int]]) -> None:
-    """Raise a PrefixError unless each step's reference is to tokens that exist and have the reference's digest.
-    `steps`: the steps of one trajectory in order, each as (table, position in the table)."""
+    """Raise a PrefixError for a wrong reference. `steps`: of one trajectory, in order, as (table, position there)."""
     tree = StepTree()
     for table, k in steps:
         tree.add(table, k)
 
 
 def common(a: StepNode | None, length_a: int, b: StepNode | None, length_b: int) -> int:
-    """Number of leading tokens that belong to the same steps in two paths, which end at these lengths in `a` and `b`;
-    None is the path of no tokens."""
+    """Number of leading tokens that belong to the same steps in two paths, which have these lengths in `a` and `b`."""
     while a is not b:
         if b is None or (a is not None and a.index > b.index):
             length_a, a = (0, None) if a is None else (a.cut, a.parent)

@@ -51,18 +51,9 @@ TURNS = ("1", "2", "3", "4", "5_8", "9_16", "17_32", "33_up")
 def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
     """Make a table of end records."""
     ends = list(ends)
-    uids, uid_E = codes_of([end.prompt_uid for end in ends])
-    stop_reasons, stop_reason_E = codes_of([end.stop_reason for end in ends])
+    items = [end._asdict() | end.trajectory._asdict() | {"uid": end.prompt_uid} for end in ends]
     return Ends(
-        uids=uids,
-        stop_reasons=stop_reasons,
-        group_id_E=np.array([end.trajectory.group_id for end in ends], np.int64),
-        sample_E=np.array([end.trajectory.sample for end in ends], np.int32),
-        attempt_E=np.array([end.trajectory.attempt for end in ends], np.int32),
-        uid_E=uid_E,
-        n_steps_E=np.array([end.n_steps for end in ends], np.int32),
-        stop_reason_E=stop_reason_E,
-        reward_E=np.array([end.reward for end in ends], np.float64),
+        **_item_columns(Ends, items),
         step_offsets_E=offsets_of(np.array([_n_said(end) for end in ends], np.int64)),
         role_S=np.frombuffer(b"".join(end.roles or bytes(_n_said(end)) for end in ends), np.uint8),
         later_reward_S=np.array(
@@ -88,7 +79,7 @@ def said_steps(steps: Steps, ends: Ends, end_K: Int64s) -> tuple[Int64s, Int64s]
     return k, ends.step_offsets_E[end_K[k]] + steps.index_K[k]
 
 
-class Played(NamedTuple):
+class Episodes(NamedTuple):
     """Complete trajectories: their steps in order, with the role and reward of each step.
 
     end records a b, steps b0 a1 a0     ->      steps a0 a1 b0     end_K [0 0 1]     first_G [0 2 3]
@@ -106,9 +97,8 @@ class Played(NamedTuple):
     """The reward of each step, including rewards given after the step was sent."""
 
     @staticmethod
-    def of(steps: Steps, ends: Ends) -> Played:
-        """Complete trajectories in the order of the end records; raises a ValueError if a step's trajectory has no end
-        record or two, or a step came twice."""
+    def of(steps: Steps, ends: Ends) -> Episodes:
+        """Sort steps as the end records are; raises a ValueError if one came twice or has no end record, or two."""
         end_K = end_of_items(steps, ends)
         order = np.lexsort((steps.index_K, end_K))
         if (order[1:] < order[:-1]).any():
@@ -121,7 +111,7 @@ class Played(NamedTuple):
         k, place_k = said_steps(steps, ends, end_K)
         role_K[k] = ends.role_S[place_k]
         reward_K[k] += ends.later_reward_S[place_k]
-        return Played(steps, ends, end_K, first_G, role_K, reward_K)
+        return Episodes(steps, ends, end_K, first_G, role_K, reward_K)
 
 
 def trajectory_ids(table: Steps | Ends | Rows) -> list[TrajectoryId]:
@@ -275,19 +265,24 @@ def steps_table(steps: Iterable[Step]) -> Steps:
     ([10, 20, 30, 40, 50], [0, 0, 0, 1, 1], [3])
     """
     steps = list(steps)
-    items = [_item_values(step) for step in steps]
     offsets_K = offsets_of(np.array([len(step.prompt_ids) + len(step.response_ids) for step in steps], np.int64))
-    columns: dict[str, Any] = {
-        column.name: np.array([item[column.name[:-2]] for item in items], column.dtype)
-        for column in columns_of(Steps).items
-        if column.name not in {code for _, code in columns_of(Steps).names}
-    }
-    for names, code in columns_of(Steps).names:
-        columns[names], columns[code] = codes_of([item[code[:-2]] for item in items])
     tokens: dict[str, Any] = {
         column.name: _token_column(column, steps, offsets_K.tolist()) for column in columns_of(Steps).tokens
     }
-    return Steps(offsets_K=offsets_K, **columns, **tokens)
+    return Steps(offsets_K=offsets_K, **_item_columns(Steps, [_item_values(step) for step in steps]), **tokens)
+
+
+def _item_columns(table: type, items: list[dict[str, Any]]) -> dict[str, Any]:
+    """The item columns of a table and its names, from each item's values by column without axis."""
+    columns, made = columns_of(table), dict[str, Any]()
+    codes = {code: names for names, code in columns.names}
+    for column in columns.items:
+        values = [item[column.name[:-2]] for item in items]
+        if column.name in codes:
+            made[codes[column.name]], made[column.name] = codes_of(values)
+        else:
+            made[column.name] = np.array(values, column.dtype)
+    return made
 
 
 def _item_values(step: Step) -> dict[str, Any]:
@@ -334,8 +329,8 @@ def same_step(a: Steps, k: int, b: Steps, j: int) -> bool:
 
 
 def in_order(steps: Steps) -> tuple[Steps, Int64s]:
-    """The steps, sorted by trajectory (in order of first appearance), then by index, without duplicates; and the number
-    of each step's trajectory. Raises a ValueError if a step came twice with different content."""
+    """The steps, sorted by trajectory (as they appear), then by index, without duplicates; and [K] the trajectories'
+    numbers. Raises a ValueError if a step came twice with different content."""
     number_K, _ = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
     same_K, next_K = number_K[1:] == number_K[:-1], steps.index_K[1:] > steps.index_K[:-1]
     if (next_K | ~same_K).all() and (number_K[1:] >= number_K[:-1]).all():

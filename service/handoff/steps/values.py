@@ -8,9 +8,8 @@ means that the response was cut at the length limit.
     steps   0 title   1 question   2 its continuation   3 another answer to 1's request   4 a verdict on 2
     roles   aux       main         main                 retry                             verifier
 
-The end record of a trajectory carries one byte for each step: the number of the step's role. The roles of `Role` come
-first, then the roles that the configuration names. If an end record carries no roles, every step has the role `main`.
-The roles of `Role` share the rewards and the baseline of `main`; a named role has its own rewards and baseline.
+An end record carries the number of each step's role, or nothing if all are `main`. First come the roles of `Role`,
+which share the rewards and the baseline of `main`, then those that the configuration names, each with its own.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     28  header: msgpack of a `GroupHead` or a `BatchHead`, which has the name, dtype and shape of each array
     ..  the arrays, in the header's order, each at a multiple of 64 bytes from the start
 
-The checksum covers all bytes after it. Decoding never runs code from the message; the arrays are read-only views of the
-message.
+The checksum covers all bytes after it. Decoding never runs code; the arrays are read-only views of the message.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ def test_rewards_of_filtered_groups_count_in_the_next_mini_batch(tmp_path: Path)
 def test_a_lease_says_that_every_group_was_filtered_and_when_no_other_is_to_be_expected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rewards: tuple[float, float], why: str
 ) -> None:
-    monkeypatch.setattr("service.handoff.waits.FRUITLESS_GROUPS", 5)
-    monkeypatch.setattr("service.handoff.waits.FRUITLESS_MINI_BATCHES", 2)
+    monkeypatch.setattr("service.handoff.leases.FRUITLESS_GROUPS", 5)
+    monkeypatch.setattr("service.handoff.leases.FRUITLESS_MINI_BATCHES", 2)
     world = World(tmp_path, config(algorithm={"filter_zero_variance": True}))
     answers = []
     for _ in range(5):

@@ -13,7 +13,7 @@ from service.handoff.batches.estimators import GROUP_ESTIMATORS, TURN_ESTIMATORS
 from service.handoff.ledger.events import Scored
 from service.handoff.ledger.scores import CompleteGroup, with_scores
 from service.handoff.ledger.state import VersionHistory
-from service.handoff.steps.tables import Played, end_objects, ends_table, step_group, steps_table
+from service.handoff.steps.tables import Episodes, end_objects, ends_table, step_group, steps_table
 from service.handoff.steps.values import MAX_REWARD, TRAINED, packed_roles
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
@@ -91,7 +91,7 @@ def test_rewards_given_later_travel_with_the_end_and_count_for_their_step() -> N
     message = decode(encode(StepGroup(SENDER, group.steps, group.ends)), LIMITS_OF_ROLES)
     assert isinstance(message, StepGroup) and refusal(message, LIMITS_OF_ROLES) is None
     assert end_objects(message.ends) == end_objects(group.ends)
-    played = Played.of(message.steps, message.ends)
+    played = Episodes.of(message.steps, message.ends)
     columns = (played.steps.sample_K.tolist(), played.steps.index_K.tolist(), played.reward_K.tolist())
     found = {(sample, index): reward for sample, index, reward in zip(*columns, strict=True)}
     assert found == {(g, t): r + later for g, turns in enumerate(GROUP) for t, (_, r, later) in enumerate(turns)}
@@ -130,7 +130,7 @@ def test_a_scorer_that_replaces_rewards_replaces_those_of_main_alone() -> None:
     group = group_of(GROUP)
     said = Scored(0, "judge", rewards=(0.25, 0.5, 0.75), replaces=True)
     steps, ends = with_scores(group.steps, group.ends, [said])
-    played = Played.of(steps, ends)
+    played = Episodes.of(steps, ends)
     assert returns(played, "sum").tolist() == returns(played, "last").tolist() == [0.25, 0.5, 0.75]
     settings = BatchSettings(1, 256, "rloo", "sum", train=TRAIN, named_roles=NAMED)
     batch = form_mini_batch(1, [group._replace(steps=steps, ends=ends)], VersionHistory(), settings)
