@@ -21,7 +21,6 @@ class AttemptSettings:
     """Limits on the attempts of trajectories, and on the time that trajectories and groups take."""
 
     max_attempts: int = 3
-    """Maximum attempts of a trajectory."""
     step_deadline: float = 300.0
     """Seconds without progress after which a trajectory is restarted."""
     on_group_deadline: Literal["train_partial", "expire"] | None = None

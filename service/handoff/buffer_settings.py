@@ -36,7 +36,6 @@ class BufferSettings:
     shuffle: bool = True
     """Whether each epoch has its own order of prompts, drawn with the seed; otherwise, the order of the dataset."""
     mini_batch_size: int = 16
-    """Number of groups in a mini-batch."""
     order: Literal["finished_first", "strict"] = "finished_first"
     max_generators: int = 1
     """Maximum number of generators that play trajectories at the same time."""

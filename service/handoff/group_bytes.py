@@ -54,7 +54,6 @@ class WorstBytes:
     """Maximum bytes of the steps, trajectories and groups of a run."""
 
     n_samples: int
-    """Number of trajectories of a group."""
     max_group_bytes: int
     tokens_of_step: int
     """Tokens of the longest prompt and the longest response together."""

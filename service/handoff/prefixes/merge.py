@@ -245,7 +245,7 @@ class _RowBuilder:
         return None
 
     def _first_sampled(self, step: StepNode, prompt_length: int) -> int:
-        """The position of the first response in a new row, which is `forked` if it shares sampled tokens."""
+        """The position of the first response in a new row, `forked` if it shares sampled tokens."""
         if not self.rows or self._mode == "off":
             return prompt_length
         if self._mode == "tree":

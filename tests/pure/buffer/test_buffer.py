@@ -117,31 +117,19 @@ def test_rewards_of_filtered_groups_count_in_the_next_mini_batch(tmp_path: Path)
     assert world.train().metrics["generate/filtered_groups"] == 0
 
 
-@pytest.mark.parametrize(
-    ("rewards", "why"),
-    [
-        ((0.0, 0.0), "every return was 0.0"),
-        ((1.0, 1.0), "every return was 1.0"),
-        ((0.5, 0.5), "the returns of each group were all the same"),
-    ],
-)
 def test_a_lease_says_that_every_group_was_filtered_and_when_no_other_is_to_be_expected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rewards: tuple[float, float], why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.handoff.leases.FRUITLESS_GROUPS", 5)
     monkeypatch.setattr("service.handoff.leases.FRUITLESS_MINI_BATCHES", 2)
     world = World(tmp_path, config(algorithm={"filter_zero_variance": True}))
-    answers = []
-    for _ in range(5):
-        world.generator.finish(world.generator.claimed(), rewards=rewards)
-        answers.append(world.buffer.lease(world.trainer_incarnation))
-    assert [isinstance(answer, Wait) and answer.reason for answer in answers] == [*[WaitReason.GROUPS] * 4, "filtered"]
-    details = [answer.detail for answer in answers if isinstance(answer, Wait)]
-    assert details[3].startswith(f"0 of 2 groups are complete; 4 groups finished, all filtered: {why}")
-    assert details[4] == f"5 groups finished, all filtered: {why}"
+    for reason in (*[WaitReason.GROUPS] * 4, WaitReason.FILTERED):
+        world.play(1, rewards=(1.0, 1.0))
+        answer = world.buffer.lease(world.trainer_incarnation)
+        assert waits(answer) is reason
+    assert answer.detail == "5 groups finished, all filtered: every return was 1.0"
     world.play(1)
-    answer = world.buffer.lease(world.trainer_incarnation)
-    assert isinstance(answer, Wait) and answer.reason is WaitReason.GROUPS, "one group is left to learn from"
+    assert waits(world.buffer.lease(world.trainer_incarnation)) is WaitReason.GROUPS, "one is left to learn from"
 
 
 def test_worst_case_bytes_are_reserved_at_the_claim(tmp_path: Path) -> None:

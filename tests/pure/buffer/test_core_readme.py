@@ -1,12 +1,18 @@
-"""The core's example runs, and its README names files that are there."""
+"""The core's examples hold, and its README names files that are there."""
 
+import doctest
+import importlib
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 
+import service.columns
+import service.handoff
 from service.handoff.__main__ import main
 
+MODULES = sorted(info.name for info in pkgutil.walk_packages(service.handoff.__path__, "service.handoff."))
 CORE = Path(__file__).parents[3] / "service" / "handoff"
 
 
@@ -31,3 +37,8 @@ def test_the_readme_names_files_that_are_there() -> None:
     named = set(re.findall(r"[\w/]+\.py", text))
     folders = (CORE, CORE.parents[1], CORE.parents[1] / "tests" / "pure" / "buffer")
     assert not [name for name in named if not any((folder / name).is_file() for folder in folders)]
+
+
+@pytest.mark.parametrize("name", ["service.columns", *MODULES])
+def test_the_examples_of_a_module_hold(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0

@@ -62,17 +62,6 @@ def test_at_its_deadline_a_group_expires_when_that_is_wanted(tmp_path: Path) -> 
     assert world.buffer.status().tokens["expired"] == 6
 
 
-def test_by_default_a_group_has_no_deadline_for_being_long(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    work = world.generator.claimed()
-    for index in range(4):
-        world.clock.now += 9
-        for sample in range(2):
-            world.generator.send([step(TrajectoryId(work.group_id, sample), work.prompt_uid, index)])
-        world.buffer.tick()
-    assert world.buffer.status().restarts == {} and world.buffer.status().ended == {}
-
-
 def test_a_journal_at_its_bound_admits_nothing_and_goes_on_when_groups_were_trained(tmp_path: Path) -> None:
     bound = journal_bytes(config()) + 30_000
     world = World(tmp_path, config(buffer={"max_journal_bytes": bound, "lookahead": 200}))

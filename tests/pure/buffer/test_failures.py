@@ -53,14 +53,6 @@ def test_a_failed_trajectory_alone_starts_anew_and_its_tokens_are_superseded(wor
     assert world.closes() and violations(world.buffer.ledger) == []
 
 
-@pytest.mark.parametrize("reason", ["stop", "length", "max_turns"])
-def test_what_the_policy_brought_about_is_trained(world: World, reason: str) -> None:
-    work = world.generator.claimed()
-    finish(world, work, 0, 2)
-    fail(world, work, 1, reason)
-    assert world.buffer.status().groups["complete"] == 1
-
-
 def test_a_failure_without_any_step_starts_anew(world: World) -> None:
     work = world.generator.claimed()
     fail(world, work, 0, turns=0)

@@ -69,12 +69,6 @@ def test_a_journal_of_another_version_is_refused_in_one_line_that_says_what_to_d
     assert segment.read_bytes() == first_version_frame(b"opened"), "nothing was changed"
 
 
-def test_frames_after_a_restart_follow_the_old_ones(tmp_path: Path) -> None:
-    written(tmp_path, [b"old"])
-    written(tmp_path, [b"new"])
-    assert payloads(tmp_path) == [b"old", b"new"]
-
-
 def test_reserved_space_is_no_part_of_the_history(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     assert journal.reserve(100_000)
@@ -224,23 +218,6 @@ def test_reserved_space_is_there_when_the_disk_is_full(tmp_path: Path) -> None:
     disk.room = 2048
     position = journal.append(2, b"z" * 1900)
     assert journal.sync() == position
-
-
-def test_on_a_full_disk_segments_still_begin_and_keep_the_reserved_space(tmp_path: Path) -> None:
-    disk = MemoryDisk()
-    journal = Journal(tmp_path, TurnedClock(), disk, segment_bytes=500)
-    assert list(journal.replay()) == []
-    assert journal.reserve(3 << 20)
-    disk.room = disk.used()
-    for payload in HISTORY:
-        journal.append(2, payload, begins_segment=journal.segment_is_full)
-        journal.sync()
-    assert journal.synced == journal.position
-    assert len(disk.files) > 10
-    assert journal.reserve((3 << 20) - journal.position)
-    journal.reclaim(journal.position, once=journal.position)
-    journal.sync()
-    assert len(disk.files) == 1 and disk.used() < disk.room
 
 
 class SharedDisk(MemoryDisk):

@@ -40,14 +40,3 @@ def test_every_mini_batch_of_a_run_is_formed_again_bit_by_bit(tmp_path: Path, se
     assert (tmp_path / KEPT).is_dir() == (segment_bytes < 1 << 20)
     for step, batch in trained.items():
         assert encode_mini_batch(world.replayed(step)) == batch
-
-
-def test_replay_gives_the_last_try_of_a_step_that_was_done_again(tmp_path: Path) -> None:
-    world = World(tmp_path, SETTINGS)
-    first = a_run(world, steps=3)
-    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=2)
-    again = world.batch()
-    world.train()
-    world.journal.sync()
-    found = world.replayed(3)
-    assert encode_mini_batch(found) == encode_mini_batch(again) != first[3]

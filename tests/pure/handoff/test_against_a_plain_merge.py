@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 from service.columns import digest
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.batches.pack import place
-from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.sharing import shared_form
-from service.handoff.steps.tables import ends_table, row_objects, steps_table
+from service.handoff.steps.tables import row_objects, steps_table
 from service.types import Extension, Row, Step, TrajectoryId
-from tests.pure.handoff.worlds import end, step, whole_prompts
+from tests.pure.handoff.worlds import complete_group, end, step, whole_prompts
 
 SLOW_MACHINE = settings(deadline=None)  # a loaded machine is no failure
 MODES = st.sampled_from(["off", "linear", "tree"])
@@ -233,7 +232,7 @@ def test_a_mini_batch_accounts_for_every_sampled_token(data: st.DataObject, mode
         ends = [end(TrajectoryId(group_id, s), len(e), float(s), f"p{group_id}") for s, e in enumerate(made)]
         steps = [replace(s, logprobs=np.zeros(len(s.response_ids), np.float32)) for episode in made for s in episode]
         sampled += sum(int(s.loss_mask.sum()) for s in steps)
-        groups.append(CompleteGroup(group_id, f"p{group_id}", steps_table(steps), ends_table(ends)))
+        groups.append(complete_group(steps, ends))
     settings = BatchSettings(ranks=2, token_budget=128, mode=mode, max_staleness=0)
     batch = form_mini_batch(1, groups, VersionHistory(), settings)
     loss = sum(int(m.loss_mask_N.sum()) for rank in batch.ranks for m in rank)

@@ -12,10 +12,9 @@ from service.handoff.batches.pack import Layout, in_bins, place
 from service.handoff.ledger.events import Ended, GroupState, GroupStats
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
-from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.steps.values import OVER_LONG
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
-from tests.pure.handoff.worlds import end, episode, shared, step
+from tests.pure.handoff.worlds import complete_group, end, episode, shared, step
 
 SETTINGS = BatchSettings(ranks=2, token_budget=256, max_staleness=2)
 
@@ -34,8 +33,7 @@ def group(rng: np.random.Generator, group_id: int, samples: int = 4) -> Complete
         reward = float(rng.integers(0, 2))
         steps += shared(episode(rng, turns, trajectory, f"p{group_id}", reward))
         ends.append(end(trajectory, turns, reward, f"p{group_id}"))
-    order = rng.permutation(len(steps))
-    return CompleteGroup(group_id, f"p{group_id}", steps_table([steps[k] for k in order]), ends_table(ends))
+    return complete_group(steps, ends, rng)
 
 
 def test_a_mini_batch_holds_every_trajectory_once_and_whole() -> None:
@@ -53,9 +51,7 @@ def test_a_mini_batch_holds_every_trajectory_once_and_whole() -> None:
 
 def test_tokens_beyond_the_staleness_bound_carry_no_loss_and_are_counted() -> None:
     steps = shared([step(0, [1], [2, 3], version=0), step(1, [1, 2, 3, 4], [5], version=3)])
-    batch = form_mini_batch(
-        1, [CompleteGroup(0, "a", steps_table(steps), ends_table([end(steps=2)]))], history_up_to(4), SETTINGS
-    )
+    batch = form_mini_batch(1, [complete_group(steps, [end(steps=2)])], history_up_to(4), SETTINGS)
     [micro_batch] = [m for rank in batch.ranks for m in rank if m.trajectory_of_row_R[0] == 0]
     assert micro_batch.loss_mask_N.tolist() == [False, False, False, False, True]
     assert micro_batch.staleness_N.tolist() == [-1, 4, 4, -1, 1]
@@ -65,7 +61,7 @@ def test_tokens_beyond_the_staleness_bound_carry_no_loss_and_are_counted() -> No
 
 
 def test_a_dummy_carries_no_loss_and_counts_in_no_figure() -> None:
-    groups = [CompleteGroup(0, "a", steps_table([step(0, [1], [2], reward=1)]), ends_table([end(reward=1)]))]
+    groups = [complete_group([step(0, [1], [2], reward=1)], [end(reward=1)])]
     batch = form_mini_batch(1, groups, VersionHistory(), SETTINGS)
     dummies = [m for rank in batch.ranks for m in rank if m.trajectory_of_row_R[0] == -1]
     assert len(dummies) == 1 and not dummies[0].loss_mask_N.any()
@@ -75,22 +71,20 @@ def test_a_dummy_carries_no_loss_and_counts_in_no_figure() -> None:
 
 def test_a_trajectory_without_steps_still_has_its_return() -> None:
     ends = [end(reward=1), end(TrajectoryId(0, 1), steps=0, reward=0)]
-    batch = form_mini_batch(
-        1, [CompleteGroup(0, "a", steps_table([step(0, [1], [2])]), ends_table(ends))], VersionHistory(), SETTINGS
-    )
+    batch = form_mini_batch(1, [group_of(*ends)], VersionHistory(), SETTINGS)
     assert batch.rows_G.tolist() == [1, 0] and batch.return_G.tolist() == [1, 0]
     assert batch.advantage_G[0] == pytest.approx(-batch.advantage_G[1])
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded", "shared_prefix"])
 def test_a_mini_batch_in_which_no_trajectory_has_a_step_is_of_dummies(layout: Layout) -> None:
-    none = [CompleteGroup(0, "a", steps_table([]), ends_table([end(steps=0), end(TrajectoryId(0, 1), steps=0)]))]
+    none = [complete_group([], [end(steps=0), end(TrajectoryId(0, 1), steps=0)])]
     batch = form_mini_batch(1, none, VersionHistory(), replace(SETTINGS, layout=layout))
     assert [[m.trajectory_of_row_R.tolist() for m in rank] for rank in batch.ranks] == [[[-1]], [[-1]]]
 
 
 def group_of(*ends: TrajectoryEnd) -> CompleteGroup:
-    return CompleteGroup(0, "a", steps_table([step(0, [1], [2])]), ends_table(ends))
+    return complete_group([step(0, [1], [2])], ends)
 
 
 def test_zero_variance_looks_at_returns() -> None:
@@ -117,8 +111,7 @@ def agents_lengths(rng: np.random.Generator, count: int) -> np.ndarray:
     return np.clip(rng.lognormal(8.5, 0.9, count), 200, 32_768).astype(np.int64)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (8, 1), (16, 2)])
 def test_ranks_carry_alike_and_need_few_micro_batches(ranks: int, seed: int) -> None:
     length_R = agents_lengths(np.random.default_rng(seed), 256)
     budget = 131_072
@@ -128,7 +121,7 @@ def test_ranks_carry_alike_and_need_few_micro_batches(ranks: int, seed: int) -> 
     assert len(placement.ranks[0]) <= -(-length_R.sum() // (ranks * budget)) + 1
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_rows_near_the_budget_need_few_micro_batches(seed: int) -> None:
     length_R = np.random.default_rng(seed).integers(3277, 22_938, 64 * 8).astype(np.int64)  # 10 to 70 % of the budget
     placement = place(length_R, np.arange(len(length_R), dtype=np.int32), 8, 32_768)

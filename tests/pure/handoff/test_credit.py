@@ -17,10 +17,10 @@ from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import Mode
-from service.handoff.steps.tables import ends_table, step_objects, steps_table
+from service.handoff.steps.tables import step_objects
 from service.handoff.steps.wire import decode_mini_batch, encode_mini_batch
 from service.types import MiniBatch, Step, TrajectoryEnd, TrajectoryId
-from tests.pure.handoff.worlds import end, episode, ids
+from tests.pure.handoff.worlds import complete_group, end, episode, ids
 
 REWARDS = [[1.0, 0.0, 2.0], [0.5], [0.0, 3.0], []]
 UIDS = ["a", "a", "a", "a"]
@@ -72,8 +72,7 @@ def group_with(rewards: list[list[float]], group_id: int = 0) -> CompleteGroup:
             played[1] = replace(played[1], prompt_ids=ids(7, 8, 9))
         steps += [replace(one, reward=reward) for one, reward in zip(played, reward_T, strict=True)]
         ends.append(end(trajectory, len(reward_T), 0.0, f"p{group_id}"))
-    order = rng.permutation(len(steps))
-    return CompleteGroup(group_id, f"p{group_id}", steps_table([steps[k] for k in order]), ends_table(ends))
+    return complete_group(steps, ends, rng)
 
 
 def advantage_of_tokens(batch: MiniBatch) -> dict[tuple[int, float], float]:

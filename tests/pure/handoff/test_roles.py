@@ -13,12 +13,12 @@ from service.handoff.batches.estimators import GROUP_ESTIMATORS, TURN_ESTIMATORS
 from service.handoff.ledger.events import Scored
 from service.handoff.ledger.scores import CompleteGroup, with_scores
 from service.handoff.ledger.state import VersionHistory
-from service.handoff.steps.tables import Episodes, end_objects, ends_table, step_group, steps_table
+from service.handoff.steps.tables import Episodes, end_objects, step_group
 from service.handoff.steps.values import MAX_REWARD, TRAINED, packed_roles
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
 from service.types import Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId
-from tests.pure.handoff.worlds import LIMITS, SENDER, episode
+from tests.pure.handoff.worlds import LIMITS, SENDER, complete_group, episode
 
 NAMED = ("verifier", "critic")
 TRAIN = (*TRAINED, "verifier")
@@ -43,8 +43,7 @@ def group_of(played: list[Turns], group_id: int = 0) -> CompleteGroup:
         roles = packed_roles([role for role, _, _ in turns], NAMED)
         later = tuple(later for _, _, later in turns)
         ends.append(TrajectoryEnd(of, "p", len(turns), "stop", final, roles, b"said", later if any(later) else ()))
-    order = rng.permutation(len(steps))
-    return CompleteGroup(group_id, "p", steps_table([steps[k] for k in order]), ends_table(ends))
+    return complete_group(steps, ends, rng)
 
 
 def of_role(role: str) -> list[list[float]]:
@@ -99,31 +98,24 @@ def test_rewards_given_later_travel_with_the_end_and_count_for_their_step() -> N
 
 
 @pytest.mark.parametrize(
-    ("roles", "rewards", "reason"),
+    ("turns", "roles", "rewards", "reason"),
     [
-        (b"\6", (), None),
-        (b"\7", (), RefusalReason.MALFORMED),
-        (b"", (float("nan"),), RefusalReason.REWARD),
-        (b"\1", (2 * MAX_REWARD,), RefusalReason.REWARD),
-        (b"", (1.0, 1.0), None),
+        (1, b"\6", (), None),
+        (1, b"\7", (), RefusalReason.MALFORMED),
+        (1, b"", (float("nan"),), RefusalReason.REWARD),
+        (1, b"\1", (2 * MAX_REWARD,), RefusalReason.REWARD),
+        (2, b"", (1.0, 1.0), None),
+        (2, b"", (1.0,), RefusalReason.LENGTH_MISMATCH),
     ],
 )
 def test_roles_and_rewards_that_cannot_be_are_refused(
-    roles: bytes, rewards: tuple[float, ...], reason: RefusalReason | None
+    turns: int, roles: bytes, rewards: tuple[float, ...], reason: RefusalReason | None
 ) -> None:
     of = TrajectoryId(0, 0)
-    made = episode(np.random.default_rng(0), max(len(rewards), 1), of, "p")
+    made = episode(np.random.default_rng(0), turns, of, "p")
     sent = step_group(SENDER, made, [TrajectoryEnd(of, "p", len(made), "stop", 0.0, roles, b"", rewards)])
     found = refusal(sent, LIMITS_OF_ROLES)
     assert (found.reason if isinstance(found, Refusal) else None) == reason
-
-
-def test_rewards_that_are_missing_for_a_step_are_refused() -> None:
-    of = TrajectoryId(0, 0)
-    made = episode(np.random.default_rng(0), 2, of, "p")
-    sent = step_group(SENDER, made, [TrajectoryEnd(of, "p", 2, "stop", 0.0, rewards=(1.0,))])
-    found = refusal(sent, LIMITS_OF_ROLES)
-    assert isinstance(found, Refusal) and found.reason == RefusalReason.LENGTH_MISMATCH
 
 
 def test_a_scorer_that_replaces_rewards_replaces_those_of_main_alone() -> None:

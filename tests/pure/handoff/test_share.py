@@ -9,9 +9,8 @@ from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.batches.pack import Placement, place, place_sharing, prefix_order
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
-from service.handoff.steps.tables import ends_table, steps_table
 from service.types import MiniBatch, TrajectoryId
-from tests.pure.handoff.worlds import end, step
+from tests.pure.handoff.worlds import complete_group, end, step
 
 
 class World:
@@ -88,7 +87,7 @@ def group(rng: np.random.Generator, number: int, prompt: int) -> CompleteGroup:
         own, response = (rng.integers(0, 50_000, 10).tolist() for _ in range(2))
         steps.append(step(0, head + own, response, trajectory=trajectory, uid=uid))
         ends.append(end(trajectory, 1, float(sample % 2), uid))
-    return CompleteGroup(number, f"p{number}", steps_table(steps), ends_table(ends))
+    return complete_group(steps, ends)
 
 
 def formed(layout: str, prompt: int) -> MiniBatch:

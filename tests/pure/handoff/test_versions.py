@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from service.handoff.ledger.state import VersionHistory
-from service.types import NO_VERSION, PolicyVersion
+from service.types import PolicyVersion
 
 
 def packed(*versions: tuple[int, int]) -> np.ndarray:
@@ -16,11 +16,6 @@ def history() -> VersionHistory:
     for step in (1, 2, 3):
         made.publish(PolicyVersion(0, step))
     return made
-
-
-def test_staleness_counts_steps_and_leaves_out_what_nobody_sampled() -> None:
-    ages = history().staleness(np.array([0, 3, NO_VERSION], np.int64), PolicyVersion(0, 3))
-    assert ages.tolist() == [3, 0, -1]
 
 
 def test_after_a_rollback_an_abandoned_version_counts_the_steps_to_it_and_at_least_one() -> None:

@@ -9,6 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from service.columns import digest
+from service.handoff.ledger.scores import CompleteGroup
+from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.steps.values import Limits
 from service.types import Extension, Int32s, Sender, Step, TrajectoryEnd, TrajectoryId
 
@@ -96,3 +98,12 @@ def whole_prompts(steps: Iterable[Step]) -> list[Step]:
         wholes[now.index] = np.concatenate((now.prompt_ids, now.response_ids))
         made.append(now)
     return made
+
+
+def complete_group(
+    steps: Sequence[Step], ends: Sequence[TrajectoryEnd], rng: np.random.Generator | None = None
+) -> CompleteGroup:
+    """A group of these trajectories; with `rng` its steps come in any order."""
+    order = range(len(steps)) if rng is None else rng.permutation(len(steps))
+    of, uid = ends[0].trajectory, ends[0].prompt_uid
+    return CompleteGroup(of.group_id, uid, steps_table([steps[k] for k in order]), ends_table(ends))
