@@ -19,7 +19,7 @@ from service.types import Steps
 NAME_BYTES = 5 << 10
 """Maximum UTF-8 bytes of a generator's name, a prompt's uid, a stop reason and a note together."""
 NOTE_BYTES = 1 << 10
-"""The part of NAME_BYTES that is for a note; further bytes of a longer note are counted separately."""
+"""The part of NAME_BYTES that is for a note, and the maximum bytes of a note."""
 ITEM_BYTES = (3 << 10) + NAME_BYTES
 """Maximum bytes of a step or an end record without tokens: other columns, frame, header and names of a message."""
 TOKEN_BYTES = sum(
@@ -59,7 +59,6 @@ class WorstBytes:
     """Tokens of the longest prompt and the longest response together."""
     max_turns: int
     """Maximum turns of a trajectory in an environment."""
-    max_note_bytes: int = NOTE_BYTES
     max_session_tokens: int = 0
     """Maximum tokens of all calls of an agent together."""
     max_session_calls: int = 0
@@ -77,7 +76,7 @@ class WorstBytes:
     @property
     def step(self) -> int:
         """Bytes of one step with the longest prompt and the longest response."""
-        return self.tokens_of_step * self.token + ITEM_BYTES + max(self.max_note_bytes - NOTE_BYTES, 0)
+        return self.tokens_of_step * self.token + ITEM_BYTES
 
     @property
     def scores(self) -> int:

@@ -64,7 +64,7 @@ def _sender(group: StepGroup, limits: Limits) -> Refusal | None:
     if not 0 < len(generator) <= MAX_NAME_LENGTH or incarnation < 0 or sequence < 0:
         return Refusal(RefusalReason.IDENTITY, "sender")
     longest_note = max((len(note.encode()) for note in group.steps.notes), default=0)
-    if longest_note > limits.max_note_bytes:
+    if longest_note > NOTE_BYTES:
         return Refusal(RefusalReason.TOO_LARGE, "notes", longest_note)
     if len(group.steps.notes) > len(group.steps):
         return Refusal(RefusalReason.MALFORMED, "notes", len(group.steps.notes))
@@ -77,7 +77,7 @@ def _sender(group: StepGroup, limits: Limits) -> Refusal | None:
         if (count := max(map(len, names))) > len(table):
             return Refusal(RefusalReason.MALFORMED, "uids", count)
         longest = sum(max((len(name.encode()) for name in of), default=0) for of in names)
-        if longest + len(generator.encode()) + min(longest_note, NOTE_BYTES) > NAME_BYTES:
+        if longest + len(generator.encode()) + longest_note > NAME_BYTES:
             return Refusal(RefusalReason.TOO_LARGE, "uids", longest)
     return None
 

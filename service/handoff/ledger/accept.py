@@ -20,7 +20,7 @@ from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import GroupData, Store
 from service.handoff.ledger.state import Attempt, Group
 from service.handoff.prefixes.sharing import PrefixError, check_references
-from service.handoff.steps.tables import end_objects, ends_table, long_note_bytes, said_bytes, same_step
+from service.handoff.steps.tables import end_objects, ends_table, said_bytes, same_step
 from service.handoff.steps.values import FAILURES
 from service.types import Bools, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
@@ -171,7 +171,6 @@ def _addition(received: _Received) -> Addition | Refusal | None:
         bad_tokens=sum(columns.bad[k] for k in items),
         n_bytes=n_tokens * columns.bytes_per_token
         + ITEM_BYTES * len(items)
-        + long_note_bytes(received.message.steps, items)
         + (ITEM_BYTES + said_bytes(end) if end else 0),
         end=end,
     )

@@ -21,7 +21,7 @@ from service.columns import (
     select,
     trajectories,
 )
-from service.handoff.group_bytes import NOTE_BYTES, SAID_BYTES
+from service.handoff.group_bytes import SAID_BYTES
 from service.handoff.steps.values import StopReason
 from service.types import (
     Bools,
@@ -143,14 +143,6 @@ def extension_of(steps: Steps, k: int) -> Extension | None:
 def total_lengths(steps: Steps) -> Int64s:
     """[K] the number of tokens in the whole prompt and response of each step."""
     return np.where(steps.extends_K < 0, np.int64(0), steps.extends_length_K) + lengths_of(steps.offsets_K)
-
-
-def long_note_bytes(steps: Steps, items: Iterable[int]) -> int:
-    """Bytes of the notes of these steps beyond the `NOTE_BYTES` that `ITEM_BYTES` includes."""
-    if not any(len(note) * 4 > NOTE_BYTES for note in steps.notes):  # a character has at most 4 bytes
-        return 0
-    note_K = steps.note_K.tolist()
-    return sum(max(len(steps.notes[note_K[k]].encode()) - NOTE_BYTES, 0) for k in items)
 
 
 def name_of(steps: Steps, k: int) -> str:

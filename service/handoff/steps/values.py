@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from service.columns import NO_BYTE
-from service.handoff.group_bytes import NOTE_BYTES
 
 MAX_REWARD = 1e12
 """Largest magnitude of a reward, so that squares and sums of rewards stay finite in float32."""
@@ -138,7 +137,6 @@ class Limits:
     max_attempts: int
     max_group_bytes: int
     """Maximum bytes of one message (a `StepGroup`)."""
-    max_note_bytes: int = NOTE_BYTES
     needs_logprobs: bool = True
     n_named_roles: int = 0
     """Number of roles that the configuration names."""

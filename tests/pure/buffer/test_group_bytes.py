@@ -17,7 +17,7 @@ from service.config.core_settings import worst_bytes
 from service.errors import ConfigError
 from service.handoff.group_bytes import ITEM_BYTES, NOTE_BYTES
 from service.handoff.steps import wire
-from service.handoff.steps.tables import long_note_bytes, steps_table
+from service.handoff.steps.tables import steps_table
 from service.handoff.verbs import Assignment, Receipt
 from service.types import PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, World, config
@@ -53,7 +53,7 @@ def full_step(of: TrajectoryId, uid: str, index: int, made: Config, version: Pol
 
 def step_bytes(step: Step) -> int:
     table = steps_table([step])
-    return len(table.token_ids_N) * bytes_per_token(table) + ITEM_BYTES + long_note_bytes(table, [0])
+    return len(table.token_ids_N) * bytes_per_token(table) + ITEM_BYTES
 
 
 def accepted_within(world: World, steps: list[Step], ends: list[TrajectoryEnd], reserved: int) -> None:

@@ -57,6 +57,7 @@ REFUSED: dict[str, tuple[Callable[[], StepGroup], RefusalReason]] = {
     "negative incarnation": (lambda: replace(GOOD, sender=Sender("g", -1, 0)), R.IDENTITY),
     "no uid": (lambda: with_steps(replace(STEPS[0], prompt_uid="")), R.IDENTITY),
     "endless uid": (lambda: with_steps(replace(STEPS[0], prompt_uid="u" * 5000)), R.TOO_LARGE),
+    "endless note": (lambda: with_steps(replace(STEPS[0], note="n" * 2000)), R.TOO_LARGE),
     "negative group_id": (lambda: changed("group_id_K", 0, -1), R.IDENTITY),
     "sample beyond the group": (lambda: changed("sample_K", 1, 8), R.IDENTITY),
     "attempt beyond the last": (lambda: changed("attempt_K", 1, 3), R.IDENTITY),
