@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from service.handoff import prompt_order
-from service.handoff.ledger.state import NEWEST_GROUPS, Success
 from tests.invariant import violations
 from tests.pure.buffer.world import World, config
 
@@ -82,13 +81,3 @@ def test_places_that_are_looked_at_together_are_issued_as_one_by_one(
         rows.append(issued(opened(tmp_path / str(stretch), 23, shuffle=True, outside=outside), 60, rewards))
     assert rows[0] == rows[1] == rows[2]
     assert {rewards[row] for row in rows[0][23:]} == ({FAIR, EASY, HARD} if outside else {FAIR})
-
-
-def test_success_is_about_the_mean_of_the_newest_groups() -> None:
-    tried = Success()
-    for success in (0.0, 1.0, 0.5):
-        tried.note(success)
-    assert tried.success == pytest.approx(0.5)
-    for _ in range(6 * NEWEST_GROUPS):
-        tried.note(1.0)
-    assert tried.success > 0.99

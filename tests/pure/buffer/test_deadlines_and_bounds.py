@@ -41,19 +41,6 @@ def test_at_its_deadline_a_group_is_trained_with_the_trajectories_that_finished(
     assert world.closes() and violations(world.buffer.ledger) == []
 
 
-@pytest.mark.parametrize("given_up", [False, True])
-def test_one_trajectory_alone_or_beside_one_that_was_given_up_has_no_baseline_and_its_group_expires(
-    tmp_path: Path, given_up: bool
-) -> None:
-    world = world_with(tmp_path, "train_partial", max_attempts=1)
-    work = half_finished(world, samples=1)
-    if given_up:
-        world.generator.play(work, 1, 0, reason="abort")
-        assert world.buffer.status().given_up == {"abort": 1}
-    world.later(51)
-    assert world.buffer.status().ended == {"expired/group_deadline": 1}
-
-
 def test_at_its_deadline_a_group_expires_when_that_is_wanted(tmp_path: Path) -> None:
     world = world_with(tmp_path, "expire")
     half_finished(world, samples=2)

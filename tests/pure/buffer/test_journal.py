@@ -185,18 +185,6 @@ def test_a_kill_while_a_segment_begins_loses_nothing(tmp_path: Path) -> None:
     assert payloads(tmp_path) == HISTORY[:2]
 
 
-def test_segments_that_nobody_needs_are_removed(tmp_path: Path) -> None:
-    journal = rotated(tmp_path, HISTORY)
-    before = len(list(tmp_path.glob("*.journal")))
-    needed = journal.position // 2
-    journal.reclaim(needed, once=journal.position)
-    journal.sync()
-    assert journal.start <= needed
-    assert len(list(tmp_path.glob("*.journal"))) < before
-    left = payloads(tmp_path)
-    assert left == HISTORY[-len(left) :] and len(left) < len(HISTORY)
-
-
 def test_a_full_disk_keeps_frames_queued_and_recovers_when_space_returns(tmp_path: Path) -> None:
     disk = MemoryDisk(room=400)
     journal = opened(tmp_path, disk)
@@ -208,16 +196,6 @@ def test_a_full_disk_keeps_frames_queued_and_recovers_when_space_returns(tmp_pat
     journal.sync()
     assert journal.synced == positions[-1] and journal.stalled is None
     assert payloads(tmp_path, disk) == history
-
-
-def test_reserved_space_is_there_when_the_disk_is_full(tmp_path: Path) -> None:
-    disk = MemoryDisk(room=4096)
-    journal = opened(tmp_path, disk)
-    assert journal.reserve(2000)
-    assert not journal.reserve(1 << 20)
-    disk.room = 2048
-    position = journal.append(2, b"z" * 1900)
-    assert journal.sync() == position
 
 
 class SharedDisk(MemoryDisk):

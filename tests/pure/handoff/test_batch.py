@@ -60,15 +60,6 @@ def test_tokens_beyond_the_staleness_bound_carry_no_loss_and_are_counted() -> No
     assert batch.metrics["async/staleness_max"] == 4
 
 
-def test_a_dummy_carries_no_loss_and_counts_in_no_figure() -> None:
-    groups = [complete_group([step(0, [1], [2], reward=1)], [end(reward=1)])]
-    batch = form_mini_batch(1, groups, VersionHistory(), SETTINGS)
-    dummies = [m for rank in batch.ranks for m in rank if m.trajectory_of_row_R[0] == -1]
-    assert len(dummies) == 1 and not dummies[0].loss_mask_N.any()
-    assert batch.metrics["reward/avg_raw_reward"] == 1 and batch.metrics["generate/batch_num_seq"] == 1
-    assert batch.metrics["generate/batch_padded_seq_len"] == 2
-
-
 def test_a_trajectory_without_steps_still_has_its_return() -> None:
     ends = [end(reward=1), end(TrajectoryId(0, 1), steps=0, reward=0)]
     batch = form_mini_batch(1, [group_of(*ends)], VersionHistory(), SETTINGS)

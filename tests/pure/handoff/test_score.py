@@ -10,11 +10,8 @@ import pytest
 from service.config import Config
 from service.config.core_settings import batch_settings, filter_settings
 from service.errors import ConfigError, UserError
-from service.handoff.batches.credit import returns
 from service.handoff.batches.estimators import ESTIMATORS, NoAdvantage, advantages, estimator
-from service.handoff.steps.tables import Episodes, ends_table, steps_table
-from service.types import Float64s, Int64s, TrajectoryId
-from tests.pure.handoff.worlds import end, step
+from service.types import Float64s, Int64s
 
 RETURNS = [1.0, 0.0, 0.0, 1.0, 3.0, 2.0]
 UIDS = ["a", "b", "a", "a", "b", "a"]
@@ -76,14 +73,6 @@ def test_an_estimator_of_ones_own_is_named_with_its_module(own_module: None) -> 
     for setting, said in (("my_estimators:mime", "did you mean 'mine'"), ("absent_module:mine", "cannot be imported")):
         with pytest.raises(ConfigError, match=said):
             batch_settings(Config.model_validate({"algorithm": {"estimator": setting}}))
-
-
-def test_returns_are_the_ends_reward_or_the_sum_over_steps() -> None:
-    steps = steps_table([step(0, [1], [2], reward=1.0), step(1, [1, 2, 3], [4], reward=2.0)])
-    ends = ends_table([end(TrajectoryId(0, 1), steps=0, reward=5.0), end(steps=2, reward=2.0)])
-    played = Episodes.of(steps, ends)
-    assert returns(played, "last").tolist() == [5.0, 2.0]
-    assert returns(played, "sum").tolist() == [0.0, 3.0]
 
 
 def test_maxrl_has_no_advantage_where_it_would_divide_by_zero() -> None:

@@ -52,13 +52,6 @@ def test_rewards_per_token_add_up_and_lists_may_be_absent() -> None:
     assert step.logprobs is None and step.stop_reason == ""
 
 
-def test_entries_without_identities_are_trajectories_and_two_outputs_stand_in_one_list() -> None:
-    alone = steps_from_generator_output(output(trajectory_ids=None, is_last_step=None))
-    assert len({step.trajectory for step in alone}) == len({step.prompt_uid for step in alone}) == 4
-    both = [*steps_from_generator_output(output()), *steps_from_generator_output(output(), first_group_id=1)]
-    assert len(merge_steps(both)) == 6
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
