@@ -38,6 +38,9 @@ KINDS = ("weights", *MOMENTS)
 SUMMARY_OF_RUN = {"state": "finished", "steps": STEP}
 
 
+LORA = ("model.lora={rank: 4, alpha: 8}",)
+
+
 def rows(seed: int) -> list[dict[str, Any]]:
     """Rows of the environment `lookup`."""
     return list(synthetic_data("lookup").rows(4, seed))
@@ -126,19 +129,13 @@ def test_other_settings_and_rows_are_refused_before_ray_starts_and_leave_how_the
     assert said.startswith(f"baton: override data.train={other}: the dataset has other rows than when this run began")
 
 
-def test_an_adapter_for_a_run_of_all_weights_is_refused_before_ray_starts(refused: Callable[..., str]) -> None:
-    said = refused("model.lora={rank: 4}", "run.max_steps=9")
-    assert "holds all weights, but the configuration trains an adapter (model.lora)" in said
-
-
-@pytest.mark.parametrize("more", [("model.lora={rank: 4, alpha: 8}",)])
 @pytest.mark.parametrize(
-    ("setting", "reason"),
+    ("more", "setting", "reason"),
     [
-        ("model.lora.alpha=16", "was written with 8"),
-        ("model.lora.rank=8", "has shape (4,"),
-        ("model.lora.targets=[q_proj]", "has shape (4,"),
-        ("model.lora=null", "holds an adapter, but the configuration trains all weights"),
+        ((), "model.lora={rank: 4}", "holds all weights, but the configuration trains an adapter (model.lora)"),
+        (LORA, "model.lora.alpha=16", "was written with 8"),
+        (LORA, "model.lora.rank=8", "has shape (4,"),
+        (LORA, "model.lora=null", "holds an adapter, but the configuration trains all weights"),
     ],
 )
 def test_another_adapter_is_refused_before_ray_starts(refused: Callable[..., str], setting: str, reason: str) -> None:

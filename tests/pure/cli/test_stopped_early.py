@@ -38,6 +38,11 @@ def _handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+def summary_in(runs: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((runs / "quickstart" / "summary.json").read_text())
+    return summary
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_stop_signal_while_a_run_is_prepared_ends_it_in_order(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -54,7 +59,7 @@ def test_a_stop_signal_while_a_run_is_prepared_ends_it_in_order(
     config = load_config(["configs/quickstart.yaml"], [f"run.dir={tmp_path}", "metrics.port=0"])
     assert running.run(config) == 128 + number
     assert capsys.readouterr().out.endswith("stopped before the first optimizer step\n")
-    assert json.loads((tmp_path / "quickstart" / "summary.json").read_text())["state"] == "stopped"
+    assert summary_in(tmp_path)["state"] == "stopped"
 
 
 STUCK = """
@@ -148,7 +153,7 @@ def test_a_stopped_run_that_does_not_end_in_time_is_ended_by_force(tmp_path: Pat
         run.send_signal(signal.SIGTERM)
         assert run.wait() == 128 + signal.SIGTERM
         assert "run.stop_grace" in run.stdout.read()
-    summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
+    summary = summary_in(tmp_path)
     assert (summary["state"], summary["steps"]) == ("stopped", 7) and "ended by force" in summary["reason"]
 
 
@@ -224,7 +229,7 @@ def test_a_third_stop_signal_while_ray_is_ended_ends_the_run_by_force(ending: Fo
     ending.send_signal(signal.SIGINT)
     assert f"{FORCING} stop signals" in ending.read_to("ended by force")
     assert ending.wait() == 128 + signal.SIGINT
-    summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
+    summary = summary_in(tmp_path)
     assert summary["state"] == "stopped" and f"{FORCING} stop signals" in summary["reason"]
 
 
@@ -235,8 +240,7 @@ def test_a_second_stop_signal_while_a_failed_run_ends_ray_leaves_why_it_failed(e
     ending.go_on()
     ending.go_on()
     assert ending.wait() == RunFailed.exit_code
-    summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
-    assert (summary["state"], summary["reason"]) == ("failed", "the disk is full")
+    assert (summary_in(tmp_path)["state"], summary_in(tmp_path)["reason"]) == ("failed", "the disk is full")
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
@@ -263,28 +267,16 @@ def test_a_run_that_goes_on_has_not_ended_and_is_stopped_with_the_steps_that_it_
     assert json.loads(summary.read_text()) == {"state": "stopped", "steps": 27 if goes_on else 20}
 
 
-INTERRUPTED = """
-import runpy, sys
-
-
+def test_an_interrupt_while_the_command_is_imported_is_no_traceback() -> None:
+    code = """
+import sys
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == "service.cli.parser":
             raise KeyboardInterrupt
-
-
 sys.meta_path.insert(0, Interrupt())
-{start}
+from service.cli import main
+sys.exit(main())
 """
-
-
-@pytest.mark.parametrize(
-    "start",
-    [
-        "from service.cli import main; sys.exit(main())",
-        "sys.argv = ['baton']; runpy.run_module('service', run_name='__main__')",
-    ],
-)
-def test_an_interrupt_while_the_command_is_imported_is_no_traceback(start: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", INTERRUPTED.format(start=start)], capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

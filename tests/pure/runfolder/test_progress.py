@@ -134,27 +134,22 @@ def test_the_gain_has_an_interval_once_there_are_enough_steps_to_tell(steps: int
     assert "95% interval +0.4" in summary_lines({"state": "finished", "steps": steps, **found[0]})[1]
 
 
-def test_what_environments_say_is_in_the_line_of_a_step(tmp_path: Path, clock: Clock) -> None:
-    run = RunWriter(tmp_path)
-    going = begun(run, [])
-    generator = {"name": "generator-0", "pid": 1, "wait_seconds": 0.0, "elapsed_seconds": 1.0}
-    clock.now += 1
-    step(going, 1, [{**generator, "environments": {"lookup": {"trajectories": 4.0, "right": 3.0}}}])
-    run.close()
-    assert [line["environment/lookup/right"] for line in read_lines(tmp_path / "metrics.jsonl")] == [0.75]
-
-
-def test_the_seconds_of_an_update_are_in_the_line_of_one_step(tmp_path: Path, clock: Clock) -> None:
+def test_what_environments_say_and_the_seconds_of_an_update_are_in_the_line_of_one_step(
+    tmp_path: Path, clock: Clock
+) -> None:
     config = load_config([Path("configs/quickstart.yaml")], [])
     run, metrics = RunWriter(tmp_path), Metrics("driver", "driver", AlertThresholds.of(config))
     going = begun(run, [])
+    generator = {"name": "generator-0", "pid": 1, "wait_seconds": 0.0, "elapsed_seconds": 1.0}
+    generator["environments"] = {"lookup": {"trajectories": 4.0, "right": 3.0}}
     for number, seconds in enumerate((None, 0.5, None, None, 0.25), start=1):  # as with weights.sync_every=3
         clock.now += 1
         going.synced(seconds)
         going.synced(None)  # as where an evaluation has waited for it already
-        step(going, number)
+        step(going, number, [generator])
     run.close()
     lines = list(read_lines(tmp_path / "metrics.jsonl"))
+    assert lines[0]["environment/lookup/right"] == 0.75
     assert [line.get("timing/sync_weights") for line in lines] == [None, 0.5, None, None, 0.25]
     for line in lines:
         measure_step(metrics, line, 0.0)
@@ -175,24 +170,13 @@ def test_a_role_that_no_environment_names_is_said_once_after_the_first_step(tmp_
     ]
 
 
-def test_a_run_that_goes_on_says_which_steps_are_left(tmp_path: Path, clock: Clock) -> None:
-    said: list[str] = []
-    begun(RunWriter(tmp_path / "new"), said)
-    begun(RunWriter(tmp_path / "resumed"), said, taken=27)
-    assert said == ["training: 1000 optimizer steps (0 s so far)", "training: steps 28 to 1000 (0 s so far)"]
-
-
 @pytest.mark.parametrize(
     ("state", "every", "hint"), [("stopped", 20, True), ("stopped", 0, False), ("finished", 20, False)]
 )
 def test_a_stopped_run_says_how_it_goes_on_where_it_can(tmp_path: Path, state: str, every: int, hint: bool) -> None:
     said: list[str] = []
-    begun(RunWriter(tmp_path), said, f"trainer.checkpoint_every={every}", taken=1).end(state, BUFFER, [])
+    begun(RunWriter(tmp_path), said, f"trainer.checkpoint_every={every}", taken=27).end(state, BUFFER, [])
     assert (f"`baton run --resume {tmp_path}` goes on from here" in said) is hint
-
-
-def test_a_run_that_is_stopped_before_it_goes_on_still_has_its_steps(tmp_path: Path) -> None:
-    said: list[str] = []
+    assert said[0] == "training: steps 28 to 1000 (0 s so far)"
     end_early(RunWriter(tmp_path), said.append, 27)
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 27
     assert said[-1] == "stopped after the 27 optimizer steps before"

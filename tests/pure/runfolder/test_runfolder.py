@@ -34,6 +34,9 @@ def step(number: int, **more: float) -> dict[str, float]:
 def test_a_second_run_of_the_same_name_gets_its_own_folder(tmp_path: Path) -> None:
     names = [new_run_folder(tmp_path / "runs", "quickstart").name for _ in range(3)]
     assert names == ["quickstart", "quickstart-2", "quickstart-3"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"^run\.dir: "):
+        new_run_folder(tmp_path / "file", "quickstart")
 
 
 def test_the_status_without_a_name_is_that_of_the_run_that_began_last(
@@ -72,12 +75,6 @@ def test_a_folder_that_is_renamed_under_its_run_is_named_as_the_reason(
     config = load_config([Path("configs/quickstart.yaml")], [f"run.dir={tmp_path / 'runs'}"])
     with pytest.raises(RunFailed, match=r"runs/quickstart: the folder was renamed or deleted while its run went on$"):
         run(config)
-
-
-def test_a_place_that_cannot_hold_runs_is_a_user_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"run\.dir: cannot make a run folder in"):
-        new_run_folder(tmp_path / "file", "quickstart")
 
 
 def test_the_kept_configuration_repeats_the_run(tmp_path: Path) -> None:
@@ -134,26 +131,18 @@ def test_a_whole_file_is_replaced_at_once_and_leaves_no_parts(tmp_path: Path) ->
     assert not list(tmp_path.glob(".*"))
 
 
-def test_wandb_takes_the_same_numbers_when_asked_and_works_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wandb = pytest.importorskip("wandb", reason="wandb is optional and not installed")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    folder = RunWriter(tmp_path / "r")
-    folder.begin("", WandbConfig(project="p"))
-    folder.log_step(step(1))
-    folder.log_step(step(2))
-    folder.close()
-    wandb.teardown()
-    assert list((tmp_path / "r" / "wandb").glob("offline-run-*/*.wandb"))
-
-
-def test_wandb_knows_a_resumed_run_and_takes_one_of_its_name_elsewhere_for_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """Takes the place of the package."""
     wandb = MagicMock()
     wandb.errors.Error = ValueError
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    return wandb
+
+
+def test_wandb_knows_a_resumed_run_and_takes_one_of_its_name_elsewhere_for_another(
+    tmp_path: Path, wandb: MagicMock
+) -> None:
     for parent in ("one", "one", "another"):
         folder = RunWriter(tmp_path / parent / "quickstart")
         folder.begin("", WandbConfig(project="p"))
@@ -167,11 +156,8 @@ def test_wandb_knows_a_resumed_run_and_takes_one_of_its_name_elsewhere_for_anoth
 
 @pytest.mark.parametrize("where", ["environment", "netrc", "nowhere", "switched off"])
 def test_wandb_is_online_where_there_is_a_key_and_gets_texts(
-    where: str, made_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, made_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb: MagicMock
 ) -> None:
-    wandb = MagicMock()
-    wandb.errors.Error = ValueError
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     if where == "netrc":
@@ -197,14 +183,3 @@ def test_wandb_is_online_where_there_is_a_key_and_gets_texts(
     assert "trajectories" not in first and second["trajectories"] is wandb.Table.return_value
     ((row,),) = [call.kwargs["data"] for call in wandb.Table.call_args_list]
     assert row[0] == record["id"] and row[-1] == words.decode([*turn["prompt_ids"], 5], skip_special_tokens=False)
-
-
-def test_a_wandb_that_wants_a_key_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="wandb is optional and not installed")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = RunWriter(tmp_path / "r")
-    folder.begin("", WandbConfig(project="p"))
-    with pytest.raises(UserError, match=r"^metrics\.wandb: No API key .*WANDB_MODE=offline\)$"):
-        folder.log_step({"trainer/global_step": 1})
