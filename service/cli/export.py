@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="a run folder, or a checkpoint in it")
     parser.add_argument("output", type=Path, metavar="FOLDER", help="the folder to write, which must not exist yet")
     parser.add_argument("--adapter", action="store_true", help="write the adapter alone, in PEFT's form")
-    parser.add_argument("--merge", action="store_true", help=argparse.SUPPRESS)
     text = "set one value over the run's"
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=text)
 
@@ -42,8 +41,6 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     no_more_words(arguments)
     if useless := [override for override in overrides if not override.startswith("model.")]:
         raise UserError(f"{useless[0]}: an export depends on settings of the section model only; leave it out")
-    if arguments.merge:
-        raise UserError("--merge: an adapter is merged unless --adapter is given; leave it out")
     target = eval_target(arguments.path)
     if target.run is None:
         raise UserError(f"{arguments.path}: a model of no run; give a run, or a checkpoint of one")

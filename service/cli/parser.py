@@ -148,8 +148,6 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(_from_home(word))
         elif word == "--config":
             words += [word, *map(_from_home, islice(rest, 1))]
-        elif word == "--":
-            words += [word, *rest]  # words after it belong to sbatch
         elif _OVERRIDE.fullmatch(word):
             overrides.append(word)
         elif _DASHED.fullmatch(word):

@@ -209,7 +209,6 @@ def test_a_run_and_its_checkpoint_are_exported_and_what_has_no_adapter_is_refuse
     for words, reason in (
         ([str(run), str(tmp_path / "merged")], "exists already"),
         ([str(run), str(tmp_path / "link")], "exists already"),
-        ([str(run), str(tmp_path / "no"), "--merge"], "--merge: an adapter is merged unless --adapter is given"),
         ([str(run), str(tmp_path / "no"), "--adapter", "model.lora=null"], "without model.lora"),
         ([str(run), str(tmp_path / "no"), "model.lora.rank=8"], r"model.lora.rank: the adapter"),
         (

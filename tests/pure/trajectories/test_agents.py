@@ -63,28 +63,10 @@ def test_the_page_says_what_each_step_continues_and_escapes_the_transcript() -> 
     assert "<script>alert" not in page and "\\x1b[2J&lt;script&gt;" in page
 
 
-BAD, DIGITS = "<img src=x>", int("9" * 400)
-ODD: dict[str, list[Any]] = {
-    "optimizer_step": [BAD], "return": [DIGITS], "advantage": [[]], "fate": [None], "id": [7], "rows": [-1],
-    "trained_at": ["x", "1:\n"], "steps": [BAD], "stop_reason": [3], "loss_tokens": [BAD], "reason": [4],
-}  # fmt: skip
-ODD_STEP: dict[str, list[Any]] = {
-    "index": [BAD, 3], "parent": [5, -1, 1 << 80], "trains": ["yes"], "role": [7], "prompt_ids": [[-1]], "row": [BAD],
-    "response_ids": [[1 << 40]], "loss_mask": [[1, 1]], "logprobs": [[0.0, 0.0]], "reward": [BAD, [DIGITS]],
-    "stop_reason": [{}], "versions": [[[1, BAD]], [[1 << 62, "1:0"]],
-                                      [[-1, "1:0"], [2, "1:0"]], [[1, "1:" + "9" * 5000]]],
-}  # fmt: skip
-
-
 def test_damaged_lines_are_one_line_that_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").touch()
     whole = agent_record()
-    first, *later = whole["steps"]
-    odd = [{**whole, name: value} for name, values in ODD.items() for value in values]
-    odd += [{**whole, "steps": [{**first, name: each}, *later]} for name, values in ODD_STEP.items() for each in values]
-    lines = [*map(json.dumps, odd), "", "null", "[]", "{}", "{broken}", "\udcff", "[" * 100_000]
-    lines += [json.dumps(whole).replace('"rows": ', '"rows": ' + "9" * 5000), json.dumps(whole)[:-3] + "\x00}"]
-    for line in lines:
+    for line in ("", "null", "[]", "{broken}", "\udcff", "[" * 100_000, json.dumps(whole)[:-3] + "\x00}"):
         text = f"{json.dumps(whole)}\n{line}\n"
         (tmp_path / "trajectories.jsonl").write_text(text, errors="surrogateescape")
         assert main(["trajectories", "list", str(tmp_path)]) == 2, line[:300]
