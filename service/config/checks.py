@@ -12,7 +12,7 @@ from service.config.agent_command import AGENT, OWN_VARIABLES
 from service.config.core_settings import worst_bytes
 from service.config.engine_options import refusals
 from service.config.rollout import MADE_SET
-from service.config.source import Source
+from service.config.source import ConfigSource
 from service.config.tree import Config
 from service.errors import ConfigError
 from service.handoff.batches.estimators import GROUP_ESTIMATORS, NOT_BY_TURN, TURN_ESTIMATORS
@@ -28,7 +28,7 @@ LOSSES = (
 LAST_PORT = 65535
 
 
-def check(config: Config, source: Source | None = None, unused: tuple[str, ...] = ()) -> None:
+def check(config: Config, source: ConfigSource | None = None, unused: tuple[str, ...] = ()) -> None:
     """Refuse combinations of settings that cannot work. `unused`: prefixes of names of settings; errors about settings
     with these prefixes are left out, because the settings are not used.
 
@@ -53,9 +53,9 @@ def problems(config: Config) -> list[str]:
     return [problem for rule in RULES for problem in rule(config)]
 
 
-def _refuse(lines: Iterable[str], source: Source | None = None) -> None:
+def _refuse(lines: Iterable[str], source: ConfigSource | None = None) -> None:
     if text := "\n".join(lines):
-        with (source or Source()).named_in_errors():
+        with (source or ConfigSource()).named_in_errors():
             raise ConfigError(text)
 
 

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from service.config.engine_options import refusal
 from service.config.section import PATTERNS
-from service.config.source import KeyPath, Source, plain, read_sources, short
+from service.config.source import ConfigSource, KeyPath, plain, read_sources, short
 from service.config.tree import Config
 from service.errors import ConfigError
 
@@ -40,7 +40,7 @@ class Loaded(NamedTuple):
     """A configuration, and the places where its values were set."""
 
     config: Config
-    source: Source
+    source: ConfigSource
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
@@ -100,7 +100,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _tree_path(detail: ErrorDetails, source: Source) -> KeyPath:
+def _tree_path(detail: ErrorDetails, source: ConfigSource) -> KeyPath:
     """The path of the key, without the tags that pydantic adds for members of a union."""
     known, path = {*key_paths(), *source.places}, KeyPath()
     for part in map(str, detail["loc"]):

@@ -45,7 +45,7 @@ _Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: float(node.va
 
 
 @dataclass
-class Source:
+class ConfigSource:
     """The merged values of files and overrides; and for each key, the place where its final value was set: the file and
     line, or the override."""
 
@@ -95,13 +95,13 @@ class Source:
                 self.places = kept | {place: text for place, text in places.items() if place[: len(here)] == here}
 
 
-def read_sources(files: Sequence[Path], overrides: Sequence[str]) -> Source:
+def read_sources(files: Sequence[Path], overrides: Sequence[str]) -> ConfigSource:
     """Read the files and the overrides, and merge them key by key, in order.
 
     Raises:
         ConfigError: a file cannot be read, or a file or an override has the wrong form.
     """
-    source = Source()
+    source = ConfigSource()
     for file in files:
         values, places = _parsed(_read_text(Path(file)), str(file))
         if not isinstance(values, dict | None):

@@ -21,7 +21,7 @@ from service.run.folder import count
 from service.run.phases import phase
 
 if TYPE_CHECKING:
-    from service.plan.splits import Table
+    from service.plan.splits import SplitTable
 
 DOES_NOT_FIT = 3
 """Exit code if the configuration does not fit into memory."""
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from service.learn.model.router_replay import routing_of_model
         from service.plan.gpu_memory import GPUS, FitSettings
         from service.plan.kv_cache import check_engine
-        from service.plan.splits import Table, Work
+        from service.plan.splits import SplitTable, Work
 
     if arguments.gpu not in GPUS:
         raise UserError(f"--gpu {arguments.gpu}: known are {', '.join(GPUS)}")
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         routed = routing_of_model(model, generator.record_experts).token_bytes
         check_bytes(config, routed)
         check_engine(model, generator, config.model.dtype)
-        table = Table(FitSettings.of(config), config.buffer, folder, GPUS[arguments.gpu], work)
+        table = SplitTable(FitSettings.of(config), config.buffer, folder, GPUS[arguments.gpu], work)
     gpus, problem = arguments.gpus or table.used, table.fit.problem()
     if table.used > gpus:
         problem = f"generator.engines: engines and ranks take {table.used} GPUs, more than --gpus {gpus}; see the table"
@@ -104,7 +104,7 @@ def planned_model(model: ModelConfig, env: EnvConfig, seed: int) -> Iterator[Pat
         yield model.path or make_policy(model, env, seed, Path(made))
 
 
-def _lines(table: Table, problem: str | None, routed: int, gpus: int) -> Iterator[str]:
+def _lines(table: SplitTable, problem: str | None, routed: int, gpus: int) -> Iterator[str]:
     from service.plan.gpu_memory import in_parts
 
     yield from table.fit.lines()

@@ -65,7 +65,7 @@ class Split(NamedTuple):
     """Whether a rank fits its GPU; engines are the same in all splits."""
 
 
-class Table:
+class SplitTable:
     """The memory of a configuration, and the seconds of a step with any split."""
 
     def __init__(self, settings: FitSettings, buffer: BufferConfig, folder: Path, gpu: Gpu, work: Work) -> None:

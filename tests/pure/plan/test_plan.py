@@ -14,7 +14,7 @@ from service.config import load
 from service.errors import UserError
 from service.plan.gpu_memory import GPUS, FitSettings
 from service.plan.plan_command import DOES_NOT_FIT
-from service.plan.splits import MAX_SPLITS, Table, Work
+from service.plan.splits import MAX_SPLITS, SplitTable, Work
 
 H100 = GPUS["h100"]
 WORK = Work(turns=4, prompt=600, response=500, observation=200)
@@ -23,9 +23,9 @@ SETTINGS += ["trainer.mini_batch_size=64", "generator.max_input_length=8192", "g
 SETTINGS += ["algorithm.n_samples_per_prompt=8", "trainer.max_tokens_per_micro_batch=16384", "env.max_turns=4"]
 
 
-def table(folder: Path, *words: str, name: str = "Qwen3-8B") -> Table:
+def table(folder: Path, *words: str, name: str = "Qwen3-8B") -> SplitTable:
     config = load([], [*SETTINGS, *words]).config
-    return Table(FitSettings.of(config), config.buffer, model_folder(name, folder), H100, WORK)
+    return SplitTable(FitSettings.of(config), config.buffer, model_folder(name, folder), H100, WORK)
 
 
 def plan(folder: Path, *words: str, name: str = "Qwen3-8B") -> int:
