@@ -12,13 +12,8 @@ from service.files import create_private
 
 
 def refuse_open_ray(environment: Mapping[str, str]) -> None:
-    """Refuse to run without authentication.
-
-    Ray's processes listen on all interfaces; without the token, anybody who reaches them can run code as this user.
-
-    Raises:
-        UserError: authentication is off.
-    """
+    """Raises `UserError` if authentication is off: Ray's processes listen on all interfaces, and anybody who reaches
+    them could run code as this user."""
     mode = environment.get("RAY_AUTH_MODE", "token")
     if mode.lower() != "token":
         raise UserError(
@@ -28,14 +23,8 @@ def refuse_open_ray(environment: Mapping[str, str]) -> None:
 
 
 def keep_token_private(environment: Mapping[str, str], home: Path) -> None:
-    """Make Ray's token file readable only by its user.
-
-    If a new Ray will be started and the default file is missing, write it first, because the file that Ray would write
-    is readable by everyone.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Make Ray's token file readable only by its user, or raise `UserError`. If a new Ray will be started and the file
+    is missing, it is written first, because the file that Ray would write is readable by everyone."""
     if environment.get("RAY_AUTH_MODE", "token").lower() != "token" or environment.get("RAY_AUTH_TOKEN"):
         return
     named = environment.get("RAY_AUTH_TOKEN_PATH")

@@ -52,11 +52,8 @@ class Checkpointer:
         return self._checkpoints.newest()
 
     async def resume(self, manifest: Manifest) -> None:
-        """Let the buffer continue from a checkpoint; the journal must be of the same run and reach the checkpoint.
-
-        Raises:
-            UserError: the journal is of another run, or ends before the checkpoint.
-        """
+        """Let the buffer continue from a checkpoint; `UserError` if the journal is of another run, or ends before the
+        checkpoint."""
         status = await call(self._buffer.status, who="the buffer")
         manifest.check_journal(status["journal_synced"], self._run / JOURNAL)
         await call(self._buffer.resume, who="the buffer")

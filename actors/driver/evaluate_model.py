@@ -103,11 +103,8 @@ def logs_kept_on_failure(say: Callable[[str], None]) -> Iterator[Path]:
 
 
 def beside_a_run(config: Config) -> Config:
-    """Return a run's configuration, changed so that an evaluation can run at the same time as the run.
-
-    No weights are sent, so engines share no GPU with trainer ranks. Agents' commands run on this machine, and
-    their endpoints use free ports.
-    """
+    """Return a run's configuration for an evaluation at the same time as the run: engines share no GPU with trainer
+    ranks, because no weights are sent, and the agents' endpoints use free ports."""
     weights = config.weights.model_copy(update={"transport": "memory"})
     agents = config.agents and config.agents.model_copy(update={"port": 0})
     return config.model_copy(update={"weights": weights, "agents": agents})

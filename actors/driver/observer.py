@@ -69,11 +69,8 @@ class RunObserver:
         self._failures.name_scorers(failures)
 
     def waits(self, wait: Wait, seconds: float, generators: Sequence[Mapping[str, Any]]) -> None:
-        """There is no mini-batch for `seconds` so far. `generators`: their statuses.
-
-        Raises:
-            RunFailed: the trajectories fail too often, or there was no mini-batch for too long.
-        """
+        """There is no mini-batch for `seconds` so far; `RunFailed` if the trajectories fail too often, or it is too
+        long. `generators`: their statuses."""
         self.doing("waiting", f"a mini-batch: {wait.detail}", reason=wait.reason, detail=wait.detail)
         self._failures.check(generators, seconds)
         if seconds > self._config.run.stall_deadline:
@@ -88,11 +85,7 @@ class RunObserver:
         self.doing("step", "the trainer")
 
     def not_applied(self, batch: LeasedBatch, step: int, reason: str) -> None:
-        """A step was not applied.
-
-        Raises:
-            RunFailed: this happened `MAX_BAD_STEPS` times in a row.
-        """
+        """A step was not applied; `RunFailed` if this happened `MAX_BAD_STEPS` times in a row."""
         self._bad_steps += 1
         self.telemetry.metrics.count("baton_aborted_steps_total")
         self._say(f"step {step} was not applied: {reason}")
@@ -104,11 +97,8 @@ class RunObserver:
             )
 
     def applied(self, step: int, measured: Mapping[str, float]) -> None:
-        """A step was applied; its commit follows.
-
-        Raises:
-            RunFailed: the log-probabilities of trainer and engines differ.
-        """
+        """A step was applied, its commit follows; `RunFailed` if the log-probabilities of trainer and engines
+        differ."""
         if (why := self._logprobs.mismatch(step, measured)) is not None:
             raise RunFailed(why)
         self._bad_steps = 0

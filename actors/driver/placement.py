@@ -104,14 +104,9 @@ def run_bundles(config: Config, gpus: int) -> list[Bundle]:
 
 
 async def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str], None]) -> PlacementGroup:
-    """Create a placement group with these bundles, on as few nodes as possible; wait until the cluster has room for
-    the placement group.
-
-    A stop signal ends the wait, because no call into Ray takes longer than `QUIET_SECONDS`.
-
-    Raises:
-        RunFailed: there was no room for `within` seconds.
-    """
+    """Create a placement group with these bundles, on as few nodes as possible, when the cluster has room for it;
+    `RunFailed` if it has none for `within` seconds. A stop signal ends the wait, because no call into Ray takes longer
+    than `QUIET_SECONDS`."""
     labels = [dict(bundle.labels) for bundle in bundles]
     room = placement_group(
         [dict(bundle.resources) for bundle in bundles], "PACK", bundle_label_selector=labels if any(labels) else None
@@ -151,11 +146,8 @@ def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
 
 
 def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:
-    """If the run has started its own Ray, which no other node joins, refuse labels that this machine lacks.
-
-    Raises:
-        UserError: this machine lacks a label that the configuration requires for ranks or generators.
-    """
+    """If the run has started its own Ray, which no other node joins, raise `UserError` for a required label that this
+    machine lacks."""
     for part in ("trainer", "generators"):
         labels = getattr(config.placement, part)
         if not any(fits(node, labels) for node in nodes):
@@ -166,11 +158,8 @@ def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:
 
 
 def refuse_too_few_gpus(config: Config, gpus: int) -> None:
-    """Refuse a run whose ranks, engines and scorers need more GPUs than this machine has.
-
-    Raises:
-        UserError: this machine has too few GPUs; the message names settings that would fit.
-    """
+    """Raises `UserError` if ranks, engines and scorers need more GPUs than this machine has; the message names settings
+    that fit."""
     generator, ranks = config.generator, config.trainer.ranks
     each = generator.engine_gpus
     engines = 0 if config.weights.transport == "ipc" else generator.min_engines

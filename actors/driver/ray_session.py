@@ -50,13 +50,12 @@ def ray_session(
 ) -> Iterator[None]:
     """Connect to the cluster that RAY_ADDRESS names, or start a local Ray and shut it down afterwards.
 
-    The actors write their logs into the folder `logs`, if there is one.
-    Every process of the run has `mark` in its environment. When this process dies, the watchdog ends all processes with
-    the mark.
-    If a stop signal comes while this process is stuck in Ray's start, `stopped` is called before the process ends.
+    Actors write their logs into `logs`. Every process of the run has `mark` in its environment, by which the watchdog
+    ends it when this process dies. If a stop signal comes while this process is stuck in Ray's start, `stopped` is
+    called before the process ends.
 
     Raises:
-        UserError: nothing listens at the address, or no cluster answers there.
+        UserError: no cluster answers at the address.
         RunFailed: Ray has not started; the message says why.
     """
     os.environ[MARK] = mark

@@ -82,10 +82,8 @@ def run(
 
 
 def guarded(folder: RunWriter, work: Callable[[], int], steps: int = 0) -> int:
-    """Do the work of a run that has taken `steps` optimizer steps already; returns the exit code.
-
-    The run's log is written to the run's folder; so is the reason if the run fails or is stopped.
-    """
+    """Do the work of a run that has taken `steps` optimizer steps already; returns the exit code. The run's folder gets
+    its log, and the reason if it fails or is stopped."""
     path = folder.path
     try:
         with exit_on_stop_signals(), log_into(path / LOGS / DRIVER_LOG):
@@ -187,12 +185,8 @@ def _run_on_ray(
 
 
 def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals], has_final: bool = False) -> int:
-    """Wait until the unfinished uploads of the run have reached the object store; returns 0 if they have, else an exit
-    code.
-
-    The run has ended already: its summary is written, and its folder is complete. One of the `heeded` signals ends the
-    wait. `has_final`: whether the run has written final weights.
-    """
+    """Wait until the uploads of a run that has ended have reached the object store, or one of the `heeded` signals
+    comes; returns 0 or an exit code. `has_final`: whether the run has written final weights."""
     if uploads is None:
         return 0
     waiting = phase(f"uploading to {uploads.url}", say, uploads.left, after=UPLOAD_QUIET_SECONDS)

@@ -66,13 +66,9 @@ def heeded_signals() -> list[signal.Signals]:
 @contextmanager
 def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iterator[None]:
     """Turn the first stop signal into `SystemExit(128 + number)`, so that the `with` block cleans up; ignore further
-    signals.
+    signals, also after the block, because the process is about to exit.
 
-    If a stop signal came in the block, signals stay ignored after the block, because the process is about to exit with
-    that signal's code.
-
-    `heeded`: the signals to handle, even if they are ignored now; None: the stop signals that are not ignored now.
-    """
+    `heeded`: the signals to handle, even if they are ignored now; None: the stop signals that are not ignored now."""
     before = {number: signal.getsignal(number) for number in (heeded_signals() if heeded is None else heeded)}
     stopped = False
 
@@ -98,11 +94,8 @@ def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iter
 
 @contextmanager
 def on_stop_signal(stop: Callable[[int], None], force: Callable[[int], None]) -> Iterator[None]:
-    """Call `stop` with the number of the first stop signal, from the running event loop; see `Heard`.
-
-    On the third signal `force` is called, at any point of the main thread; it must not return. These handlers stay in
-    place after the `with` block.
-    """
+    """Call `stop` with the number of the first stop signal, from the running event loop, and `force`, which must not
+    return, on the third, at any point of the main thread (`Heard`). The handlers stay after the `with` block."""
     reading, writing = socket.socketpair()
     for end in (reading, writing):
         end.setblocking(False)
@@ -154,10 +147,8 @@ def _set(handlers: Mapping[signal.Signals, _Handler]) -> None:
 @contextmanager
 def when_stuck(give_up: Callable[[int], None]) -> Iterator[None]:
     """If a stop signal has not ended the `with` block within `STUCK_SECONDS`, call `give_up` from another thread.
-
-    A Python handler runs only when the main thread executes Python code. If a signal to the process group has
-    ended Ray's store, connecting to Ray blocks the main thread for Ray's timeout of a minute.
-    """
+    Python's handlers run in the main thread, which Ray blocks for a minute if a signal to the process group ended Ray's
+    store."""
     reading, writing = socket.socketpair()
     writing.setblocking(False)
     over = threading.Event()

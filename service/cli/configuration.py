@@ -95,14 +95,8 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _estimates(config: Config) -> list[str]:
-    """Lines with the GPU, the weights' type, and the GPU memory that the configuration needs.
-
-    Empty if the model is not on this machine.
-
-    Raises:
-        UserError: the model is too large for GPUs whose memory is known or for the bounds of the buffer, or no engine
-            can run it.
-    """
+    """Lines with the GPU, the weights' type, and the GPU memory that the configuration needs, if the model is on this
+    machine; `UserError` if it is too large for known GPUs or the bounds of the buffer, or no engine can run it."""
     from service.config.checks import check_bytes
     from service.model_folder import is_model_folder
 

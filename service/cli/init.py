@@ -49,11 +49,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def write_task(folder: Path) -> list[str]:
-    """Write the files of a new task; returns their names.
-
-    Raises:
-        UserError: the name is not valid for a run, or the folder is not empty.
-    """
+    """Write the files of a new task; returns their names. `UserError` if the name is not valid for a run, or the folder
+    not empty."""
     if folder.name in ("", ".."):  # `.` and `..` are not the folder's name
         folder = resolved(folder)
     name = resolved(folder).name

@@ -73,10 +73,8 @@ def _newest(files: list[Path], last: int) -> Iterable[tuple[str, str]]:
 
 
 def _coming(files: list[Path], last: int) -> Iterator[tuple[str, str]]:
-    """Each file's newest lines, then new lines as they are written, as (part, line), until Ctrl-C.
-
-    `tail` continues when a log is renamed and replaced, and ends with this process.
-    """
+    """Each file's newest lines, then new lines as they are written, as (part, line), until Ctrl-C. `tail` continues
+    when a log is renamed and replaced, and ends with this process."""
     names = [file.name for file in files]
     command = ["tail", f"--pid={os.getpid()}", "--verbose", f"--lines={last}", "--follow=name", "--retry", *names]
     part = ""

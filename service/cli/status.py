@@ -71,11 +71,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def run_status(target: str, runs: Path = RUNS) -> Status:
-    """The status of a running run, or `{"folder": ..., "summary": ...}` of a run folder whose run has ended.
-
-    Raises:
-        UserError: the run does not answer, and it has no summary.
-    """
+    """The status of a run, or `{"folder": ..., "summary": ...}` if it has ended; `UserError` if it neither answers nor
+    has a summary."""
     folder = find_run(target, runs)
     if folder is None:
         return fetch_status(_address(target, runs))
@@ -117,11 +114,7 @@ def _address_in(folder: Path) -> str:
 
 
 def fetch_status(address: str) -> Status:
-    """The status document that a server at `address` serves.
-
-    Raises:
-        UserError: no server answers there, or the answer is not a status document.
-    """
+    """The status document that a server at `address` serves; `UserError` if none answers, or with something else."""
     try:
         status = json.loads(_fetched(f"{address}/status"))
     except urllib.error.HTTPError as error:

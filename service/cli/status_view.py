@@ -19,11 +19,8 @@ ODD = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, Recu
 
 
 def status_lines(status: Status, width: int | None = None) -> list[str]:
-    """The lines about a running or an ended run, wrapped to `width` columns.
-
-    Raises:
-        UserError: the document does not have the form of this version's status or summary.
-    """
+    """The lines about a running or an ended run, wrapped to `width` columns; `UserError` if the document has not the
+    form of this version's."""
     try:
         return _lines(status, width)
     except ODD as error:

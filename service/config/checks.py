@@ -29,22 +29,14 @@ LAST_PORT = 65535
 
 
 def check(config: Config, source: ConfigSource | None = None, unused: tuple[str, ...] = ()) -> None:
-    """Refuse combinations of settings that cannot work. `unused`: prefixes of names of settings; errors about settings
-    with these prefixes are left out, because the settings are not used.
-
-    Raises:
-        ConfigError: has one line for each refused combination, with the place in `source` that set it.
-    """
+    """Raises `ConfigError` with a line for each combination of settings that cannot work, and the place in `source`
+    that set it. Errors about settings with a prefix in `unused`, which are not used, are left out."""
     _refuse((problem for problem in problems(config) if not problem.startswith(unused)), source)
 
 
 def check_bytes(config: Config, expert_bytes: int) -> None:
-    """Refuse limits of memory and of the journal that are too small. `expert_bytes`: bytes of the recorded expert
-    numbers of one token.
-
-    Raises:
-        ConfigError: names every bound that is too small.
-    """
+    """Raises `ConfigError` with each limit of memory and of the journal that is too small. `expert_bytes`: bytes of the
+    recorded expert numbers of one token."""
     _refuse(_bytes(config, expert_bytes))
 
 

@@ -10,12 +10,8 @@ from service.errors import UserError
 
 
 def checked_config(arguments: argparse.Namespace, overrides: list[str]) -> Loaded:
-    """Load and check the configuration that a command line gives. The result also has the place where each value was
-    set.
-
-    Raises:
-        UserError: the configuration is missing or wrong, or a word is neither an argument nor a setting.
-    """
+    """Load and check the configuration that a command line gives, with the place where each value was set; `UserError`
+    if it is missing or wrong."""
     no_more_words(arguments)
     if not arguments.config:
         raise UserError("give a configuration: --config FILE (such as --config configs/quickstart.yaml)")
@@ -25,11 +21,7 @@ def checked_config(arguments: argparse.Namespace, overrides: list[str]) -> Loade
 
 
 def no_more_words(arguments: argparse.Namespace) -> None:
-    """Check that every word of a command line is an argument or a setting.
-
-    Raises:
-        UserError: a word is neither an argument nor a setting.
-    """
+    """Raises `UserError` if a word of a command line is neither an argument nor a setting."""
     if arguments.overrides:
         word = arguments.overrides[0]
         hint = f"; did you mean --config {word}?" if word.endswith((".yaml", ".yml")) else ""

@@ -23,23 +23,15 @@ ANY_VOCABULARY = 1 << 31
 
 
 def estimator_name(config: Config) -> str:
-    """The name under which the estimator that `algorithm.estimator` selects is registered. If the setting is
-    `module:name`, the module is imported.
-
-    Raises:
-        ConfigError: the module cannot be imported, or nothing is registered under that name.
-    """
+    """The registered name of the estimator; of a `module:name` the module is imported, and `ConfigError` says what is
+    missing."""
     setting = config.algorithm.estimator
     registered("algorithm.estimator", "estimator", setting, ESTIMATORS)
     return setting.rpartition(":")[2]
 
 
 def batch_settings(config: Config) -> BatchSettings:
-    """The settings with which groups are made into mini-batches.
-
-    Raises:
-        ConfigError: no estimator is registered under the name in `algorithm.estimator`.
-    """
+    """The settings with which groups are made into mini-batches; `ConfigError` if the estimator is unknown."""
     return BatchSettings(
         ranks=config.trainer.batch_parts,
         token_budget=config.trainer.tokens_of_micro_batch,
@@ -56,12 +48,8 @@ def batch_settings(config: Config) -> BatchSettings:
 
 
 def filter_settings(config: Config) -> FilterSettings:
-    """The settings of the filters that remove complete groups. These settings also say above which return a trajectory
-    counts as a success for the curriculum.
-
-    Raises:
-        ConfigError: no estimator is registered under the name in `algorithm.estimator`.
-    """
+    """The settings of the filters of complete groups, also the return above which the curriculum counts a success;
+    `ConfigError` if the estimator is unknown."""
     algorithm, curriculum = config.algorithm, config.data.curriculum
     return FilterSettings(
         rule=Rule(estimator_name(config), algorithm.returns, algorithm.credit, algorithm.gamma, tuple(config.roles)),

@@ -50,11 +50,8 @@ def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
 
 
 def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
-    """Load a configuration as `load_config` does, together with the place where each value was set.
-
-    Raises:
-        ConfigError: has one line for each unknown key and each wrong value.
-    """
+    """Load a configuration with the place where each value was set; `ConfigError` has a line for each unknown key and
+    wrong value."""
     source = read_sources(files, overrides)
     try:
         return Loaded(Config.model_validate(source.values), source)

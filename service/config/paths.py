@@ -29,15 +29,11 @@ class _Problem(NamedTuple):
 
 
 def check_paths(config: Config, here: bool = True) -> list[str]:
-    """Check that the files, folders, programs and modules that the configuration names exist, that files and folders
-    are of the right kind, and that the packages which its settings need are installed.
+    """Raises `UserError` if a file, folder, program, module or package that the configuration names or needs is missing
+    or of the wrong kind, or the model in `model.path` cannot be trained.
 
-    `here`: whether the configuration is to run on this machine. If not, the result has a line for each file, folder,
-    program or module that this machine lacks, and another machine may have.
-
-    Raises:
-        UserError: one of them is missing or of the wrong kind, or the model in `model.path` cannot be trained.
-    """
+    `here`: whether the configuration is to run on this machine. If not, what this machine lacks, and another may have,
+    is returned instead, a line for each."""
     problems = list(_problems(config))
     if lines := [problem.line for problem in problems if here or not problem.is_missing]:
         raise UserError("\n".join(lines))
@@ -161,11 +157,7 @@ def _on_hub(named: Named, path: Path) -> str:
 
 
 def check_output(file: Path, option: str = "--output") -> None:
-    """Check that results can be written to a file.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Raises `UserError` if results cannot be written to a file."""
     if file.is_dir():
         raise UserError(f"{option} {file}: is a folder; give a file")
     if not file.parent.is_dir():

@@ -96,11 +96,8 @@ class ConfigSource:
 
 
 def read_sources(files: Sequence[Path], overrides: Sequence[str]) -> ConfigSource:
-    """Read the files and the overrides, and merge them key by key, in order.
-
-    Raises:
-        ConfigError: a file cannot be read, or a file or an override has the wrong form.
-    """
+    """Read the files and the overrides, and merge them key by key, in order; `ConfigError` if one cannot be read or has
+    the wrong form."""
     source = ConfigSource()
     for file in files:
         values, places = _parsed(_read_text(Path(file)), str(file))

@@ -71,11 +71,8 @@ class Manifest(BaseModel):
         return raw
 
     def check_journal(self, position: int, folder: Path) -> None:
-        """Check that the journal in `folder`, which ends at `position`, contains everything up to the checkpoint.
-
-        Raises:
-            UserError: the journal belongs to another run, or its end is lost.
-        """
+        """Raises `UserError` if the journal in `folder`, which ends at `position`, lacks anything up to the
+        checkpoint."""
         if position < self.journal_position:
             raise UserError(
                 f"{folder}: the journal ends at position {position}, but the checkpoint of step {self.step} was "
@@ -105,12 +102,9 @@ class Checkpoints:
         return path
 
     def finish(self, step: int, journal_position: int) -> int:
-        """Complete the checkpoint of a step by writing its manifest. Returns the step of the oldest checkpoint that is
-        kept.
-
-        Afterwards checkpoints are deleted that are too old, damaged, unfinished, or of a later step. Later steps exist
-        if the trainer has restarted from an earlier step.
-        """
+        """Complete the checkpoint of a step by writing its manifest; returns the step of the oldest checkpoint that is
+        kept. Checkpoints are deleted that are too old, damaged, unfinished, or of a later step, which exist if the
+        trainer has restarted."""
         path = self.path(step)
         manifest = Manifest(
             step=step,
@@ -138,11 +132,8 @@ class Checkpoints:
                 self._remove(step)
 
     def newest(self) -> Manifest | None:
-        """The manifest of the newest checkpoint whose files match it; None if there is no such checkpoint.
-
-        Raises:
-            UserError: a checkpoint has another format; the next checkpoint would delete it.
-        """
+        """The manifest of the newest checkpoint whose files match it, or None; `UserError` if a checkpoint has another
+        format, because the next checkpoint would delete it."""
         return next((manifest for manifest in list(self._readable()) if self._is_whole(manifest)), None)
 
     def steps(self) -> list[int]:
@@ -150,11 +141,8 @@ class Checkpoints:
         return sorted(manifest.step for manifest in self._readable())
 
     def manifest(self, step: int) -> Manifest:
-        """The manifest of a step's checkpoint, after a check that the files match it.
-
-        Raises:
-            UserError: there is no such checkpoint, or it is damaged; the message names the first damaged file.
-        """
+        """The manifest of a step's checkpoint; `UserError` if there is none, or names the first file that does not
+        match it."""
         path, manifest = self.path(step), self._read(step)
         for name, expected in manifest.files.items():
             if damage := _damage(path / name, expected):

@@ -92,11 +92,7 @@ def find_run(run: str | Path, runs: Path = RUNS) -> Path | None:
 
 
 def check_begun(folder: Path) -> None:
-    """Check that a run was started in this folder; a configuration file alone may be a copy.
-
-    Raises:
-        UserError: no run was started in the folder.
-    """
+    """Raises `UserError` if no run was started in this folder; a configuration file alone may be a copy."""
     if not any((folder / name).exists() for name in BEGUN):
         began = sorted((folder / RUNS).glob(f"*/{CONFIG}"))
         where = f"; a run of it is {began[-1].parent}" if began else ""
@@ -111,12 +107,8 @@ def count(text: str) -> int:
 
 
 def run_folder(run: str | Path | None, runs: Path = RUNS) -> Path:
-    """Find a run folder by its path or by its name in `runs`. `run` None: the last run that was started or resumed in
-    `runs`.
-
-    Raises:
-        UserError: there is no such run, or it was never started.
-    """
+    """Find a run folder by its path or by its name in `runs`; None: the run that was started or resumed last.
+    `UserError` if there is no such run, or it was never started."""
     if run is None:
         begun = [(file.stat().st_mtime_ns, file.parent) for file in runs.glob(f"*/{CONFIG}")]
         if not begun:
@@ -144,11 +136,8 @@ def runs_folder(directory: Path) -> Path:
 
 
 def new_run_folder(parent: Path, name: str) -> Path:
-    """Make the folder `parent/name`; if it exists, `parent/name-2`, then `-3`, and so on.
-
-    Raises:
-        UserError: no folder can be made there.
-    """
+    """Make the folder `parent/name`; if it exists, `parent/name-2`, then `-3`, and so on; `UserError` if no folder can
+    be made."""
     try:
         Path(parent).mkdir(parents=True, exist_ok=True)
         for number in range(1, 10_000):
@@ -166,11 +155,8 @@ def new_run_folder(parent: Path, name: str) -> Path:
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Within the block, hold the lock of a run folder, so that only one process runs the run.
-
-    Raises:
-        UserError: another process holds the lock.
-    """
+    """Within the block, hold the lock of a run folder, so that only one process runs the run; `UserError` if another
+    holds it."""
     try:
         lock = lock_folder(folder, LOCK_SECONDS)
     except TimeoutError:
@@ -197,20 +183,14 @@ def write_address(folder: Path, url: str) -> None:
 
 
 def read_address(folder: Path) -> str:
-    """The address at which a run serves /metrics and /status; after its end, the address at which it last served them.
-
-    Raises:
-        OSError, ValueError, TypeError, KeyError, RecursionError: the file is missing or damaged.
-    """
+    """The address at which a run serves /metrics and /status, or last served them; raises the errors of a damaged file
+    (OSError, ValueError, TypeError, KeyError, RecursionError)."""
     return str(json.loads((folder / ADDRESS).read_text(encoding="utf-8"))["url"])
 
 
 def refuse_larger(files: Sequence[Path], most: int) -> None:
-    """Check the total size of files before they are read as a whole.
-
-    Raises:
-        UserError: the files have more than `most` bytes, which no run writes.
-    """
+    """Raises `UserError` if files, before they are read as a whole, have more than `most` bytes, which no run
+    writes."""
     if (size := sum(file.stat().st_size for file in files)) > most:
         raise UserError(f"{files[0].parent}: {size:,} bytes lie there, but no run writes more than {most:,}")
 

@@ -45,12 +45,9 @@ def phase(
     after: float = 0.0,
     seconds: float = SECONDS,
 ) -> Iterator[None]:
-    """Within the block, print that the phase `what` has begun, and at growing intervals that it still continues.
-    `left`: returns what the phase waits for.
-
-    With `after`, nothing is printed in the first `after` seconds. A thread prints the lines, because the slowest phases
-    block the event loop.
-    """
+    """Within the block, print that the phase `what` has begun, unless it ends within `after` seconds, and at growing
+    intervals that it still continues. `left`: returns what it waits for. A thread prints, because the slowest phases
+    block the event loop."""
     over = threading.Event()
     began = time.monotonic()
     if not after:

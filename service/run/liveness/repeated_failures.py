@@ -59,10 +59,8 @@ class FailureWatch:
         self._report(text)
 
     def check(self, statuses: Statuses, waited: float = 0.0) -> None:
-        """Print failures with new reasons. If the trainer has waited long for a mini-batch, print that failures are the
-        reason.
-
-        `waited`: seconds for which the trainer has waited for the mini-batch of the next optimizer step.
+        """Print failures with new reasons, and after a long wait that failures are its reason. `waited`: seconds for
+        which the trainer has waited for the next mini-batch.
 
         Raises:
             RunFailed: at least `limit` trajectories ended since the last optimizer step, and all of them failed.

@@ -79,11 +79,9 @@ class Supervisor:
         """The error that ended the health checks of an actor."""
 
     def watch(self, name: str, probe: Probe, deadline: float = math.inf, hint: str = "") -> None:
-        """Begin the health checks of an actor, unless it is checked already.
-
-        `deadline`: seconds without an answer after which work that waits for the actor gets `ProcessLost`; `hint`: the
-        usual reason for late answers, which is added to the message.
-        """
+        """Begin the health checks of an actor, unless it is checked already. `deadline`: seconds without an answer
+        after which work that waits for it gets `ProcessLost`; `hint`: the usual reason for late answers, for the
+        message."""
         if name not in self._asking:
             self._asking[name] = asyncio.ensure_future(self._watch(name, probe, deadline, hint))
             self._asking[name].add_done_callback(self._ended)
@@ -105,15 +103,12 @@ class Supervisor:
         return sorted(name for name, life in [*self._known.items()] if life is None or not life.is_set_up)
 
     async def unless_lost(self, names: Sequence[str], work: Awaitable[Answer]) -> Answer:
-        """Run `work`, which needs these actors to be set up, and return its result. If one of the actors is lost, the
-        work is cancelled.
+        """Run `work`, which needs these actors to be set up, and return its result; if one is lost, cancel the work.
+        The error of a health check that fails itself is raised too.
 
         Raises:
             ProcessLost: a process died, was restarted, or was silent for too long.
             RuntimeError: the work did not end after it was cancelled.
-
-        If a health check itself fails, its error is raised, because no work may wait for an actor that is no longer
-        checked.
         """
         working = asyncio.ensure_future(work)
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -174,11 +169,8 @@ class Supervisor:
             _give(bug, [each for waiting in self._waiting.values() for each in waiting])
 
     async def _answer(self, name: str, probe: Probe, deadline: float) -> Life | None:
-        """Check once; print a line if there is no answer. An actor that is still starting answers late.
-
-        Raises:
-            Starved: there was no answer within `deadline`, and somebody waits for this actor.
-        """
+        """Check once; print a line if there is no answer, which comes late while an actor starts. `Starved` if there
+        was none within `deadline`, and somebody waits for this actor."""
         asking, seconds, step = asyncio.ensure_future(probe()), 0.0, min(SILENT_SECONDS, deadline)
         try:
             while not (await asyncio.wait([asking], timeout=step))[0]:

@@ -70,11 +70,8 @@ class EvalTarget:
         return self.model or self.adapter or self.path
 
     def manifest(self) -> Manifest:
-        """The manifest of the checkpoint to evaluate: of `step`, or else the newest complete checkpoint.
-
-        Raises:
-            UserError: there is no such checkpoint, or it is incomplete.
-        """
+        """The manifest of the checkpoint to evaluate: of `step`, or else the newest complete one; `UserError` if there
+        is none."""
         if self.step is not None:
             return self.checkpoints.manifest(self.step)
         steps = self.checkpoints.steps()
@@ -88,11 +85,8 @@ class EvalTarget:
 
 
 def eval_target(path: Path) -> EvalTarget:
-    """Find the weights to evaluate from a path, or from the name of a run in `runs/`.
-
-    Raises:
-        UserError: the path is neither model nor run nor checkpoint, or the checkpoint does not exist.
-    """
+    """Find the weights to evaluate from a path, or from the name of a run in `runs/`; `UserError` if there is no model,
+    run or checkpoint."""
     if is_run_folder(RUNS / path) and not (is_model_folder(path) or is_run_folder(path) or is_adapter_folder(path)):
         path = RUNS / path
     absolute = resolved(path)

@@ -66,22 +66,15 @@ class Prepared:
 
 
 def check_first_adapter(model: ModelConfig) -> None:
-    """Check `model.adapter` as a run would check it; does nothing if the adapter or its base model is not on this
-    machine.
-
-    Raises:
-        UserError: the model or the adapter is malformed, or the adapter has other settings or belongs to another model.
-    """
+    """Raises `UserError` if a run would refuse `model.adapter`; does nothing if it or its base model is not on this
+    machine."""
     if model.path is not None and is_model_folder(model.path) and model.adapter is not None and model.adapter.exists():
         checked_shapes(model, model.path, checked_model(model.path)[0])
 
 
 def checked_shapes(model: ModelConfig, folder: Path, hf_config: PretrainedConfig) -> None:
-    """Check that the model in a folder can be trained with the settings `model.lora` and `model.adapter`.
-
-    Raises:
-        UserError: the model cannot be trained with these settings.
-    """
+    """Raises `UserError` if the model in a folder cannot be trained with the settings `model.lora` and
+    `model.adapter`."""
     if model.lora is not None:
         shapes = trained_shapes(hf_config, model.lora)
         if model.adapter is not None:
@@ -89,11 +82,8 @@ def checked_shapes(model: ModelConfig, folder: Path, hf_config: PretrainedConfig
 
 
 def checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Read the configuration and tokenizer of a model folder, and check that the stored weights fit them.
-
-    Raises:
-        UserError: the folder is malformed.
-    """
+    """Read the configuration and tokenizer of a model folder; `UserError` if they or the stored weights do not fit each
+    other."""
     hf_config = read_config(folder)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(folder, len(tokenizer), hf_config.vocab_size)
@@ -104,11 +94,11 @@ def checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBa
 
 
 def prepare_weights(model: ModelConfig, target: EvalTarget) -> Manifest | None:
-    """Check the weights to evaluate. Returns the manifest of their checkpoint, or None for a Hugging Face folder or a
+    """Check the weights to evaluate. Returns the manifest of their checkpoint; None for a Hugging Face folder or a
     final adapter.
 
     Raises:
-        UserError: the model, tokenizer or checkpoint is missing or damaged, or they do not belong together.
+        UserError: model, tokenizer or checkpoint is missing or damaged, or they do not belong together.
     """
     if target.model is not None:
         try:
@@ -130,12 +120,8 @@ def prepare_weights(model: ModelConfig, target: EvalTarget) -> Manifest | None:
 
 
 def check_checkpoint(lora: LoraConfig | None, begun_with: Path, checkpoint: Path) -> None:
-    """Check that a run can continue from a checkpoint. `begun_with`: the folder of the model that the run trains, or
-    whose adapter it trains.
-
-    Raises:
-        UserError: the checkpoint is damaged, or of another model or adapter.
-    """
+    """Raises `UserError` if a checkpoint is damaged, or of another model or adapter than the run that would continue
+    from it. `begun_with`: the folder of the model that the run trains, or whose adapter it trains."""
     parts = checkpoint / TRAINER
     shapes = trained_shapes(read_config(begun_with), lora)
     base, alpha = (None, None) if lora is None else (Base.of(begun_with), lora.alpha)
@@ -143,12 +129,8 @@ def check_checkpoint(lora: LoraConfig | None, begun_with: Path, checkpoint: Path
 
 
 def prepare_evaluation(data: DataConfig, env: EnvConfig, seed: int, folder: Path) -> dict[str, Path]:
-    """Find the file of each evaluation set, or write it if rows have to be made; check every row, and the environment
-    that it names. Returns the file of each set by the set's name.
-
-    Raises:
-        UserError: a set is missing or malformed, or needs an environment that cannot be made.
-    """
+    """Find the file of each evaluation set, by name, or write it if rows have to be made; `UserError` if a set is
+    missing or malformed, or needs an environment that cannot be made."""
     files = eval_files(data, env, folder / DATA, seed)
     for path in files.values():
         check_environments(env, load_tasks(path), path)
@@ -193,12 +175,9 @@ def read_conversations(
 
 
 def make_policy(model: ModelConfig, env: EnvConfig, seed: int, folder: Path) -> Path:
-    """Write a small model with random weights, with a tokenizer for the environment's words, and return its folder. A
-    resumed run uses the model that it already has.
-
-    Raises:
-        UserError: the configuration names no model, or this machine has too little memory to train it.
-    """
+    """Write a small model with random weights and a tokenizer for the environment's words, unless a resumed run has it
+    already; returns its folder. `UserError` without such a model, or if this machine has too little memory to train
+    it."""
     if is_model_folder(folder):
         return folder
     if model.make is None:

@@ -77,11 +77,9 @@ def _is_to_be_restored(folder: Path) -> bool:
 
 @contextmanager
 def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Manifest]:
-    """Within the block, hold the lock of a run's folder. Yields the manifest of the checkpoint from which the run
-    continues.
-
-    Files that a killed writer left unfinished are deleted. If a run has taken all its steps but has not written its
-    final weights, it continues by writing these weights.
+    """Within the block, hold the lock of a run's folder, without what a killed writer left unfinished. Yields the
+    manifest of the checkpoint from which the run continues; a run with all its steps continues to write its final
+    weights.
 
     Raises:
         UserError: another process runs this run, there is no complete checkpoint, or the run has nothing left to do.

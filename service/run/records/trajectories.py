@@ -122,11 +122,8 @@ def describe_ends(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 class LostTrajectories:
-    """Records of trajectories that were not trained: a bounded sample of ended groups, one trajectory per group, and of
-    failed attempts.
-
-    The buffer reports every group that ends untrained to `ended`, and every failed attempt to `failed`.
-    """
+    """A bounded sample of trajectories that were not trained: one of each group that ends untrained (`ended`), and
+    failed attempts (`failed`), as the buffer reports them."""
 
     def __init__(self, settings: RecordSettings) -> None:
         self._settings = settings
@@ -257,11 +254,8 @@ def _runs(versions: Int64s) -> list[tuple[int, str | None]]:
 
 
 def find_recorded_run(run: str | None, runs: Path = RUNS) -> Path:
-    """Find the folder of a run that has records of trajectories. `run`: its folder or its name; None: the newest run.
-
-    Raises:
-        UserError: there is no such run, or the run recorded no trajectories.
-    """
+    """Find the folder of a run, by its path or name, or of the newest run; `UserError` if it does not exist or has
+    recorded no trajectories."""
     if run is not None and (Path(run) / TRAJECTORIES).is_file():
         return Path(run)
     folder = run_folder(run, runs)
@@ -271,11 +265,7 @@ def find_recorded_run(run: str | None, runs: Path = RUNS) -> Path:
 
 
 def load_records(folder: Path) -> list[Record]:
-    """The recorded trajectories in a run's folder, oldest first.
-
-    Raises:
-        UserError: a line is not a record.
-    """
+    """The recorded trajectories in a run's folder, oldest first; `UserError` if a line is not a record."""
     records, file = list[Record](), folder / TRAJECTORIES
     refuse_larger([file], 2 * TRAJECTORIES_BYTES)
     with file.open("rb") as lines:

@@ -60,11 +60,8 @@ class RunWriter:
         """Whether the final weights are those of the step `step`."""
 
     def begin(self, resolved: str, wandb: WandbConfig | None = None, model_folder: Path | None = None) -> None:
-        """Begin or continue a run. Deletes the summary of an earlier process, and writes the resolved configuration,
-        with which `baton run --config` repeats the run.
-
-        `model_folder`: has the tokenizer that decodes texts for tables in Weights & Biases.
-        """
+        """Begin or continue a run: delete the summary of an earlier process, and write the resolved configuration,
+        which repeats the run. `model_folder`: has the tokenizer for texts in Weights & Biases."""
         (self.path / SUMMARY).unlink(missing_ok=True)
         self._has_begun, self._resolved, self._wandb = True, resolved, wandb
         self._model_folder = model_folder or Path()
@@ -87,12 +84,8 @@ class RunWriter:
         return self.path.parent / TARGETS / f"{self.path.name}.json"
 
     def log_step(self, numbers: Mapping[str, float], texts: Mapping[str, str] | None = None) -> None:
-        """Log an optimizer step: append numbers and texts as a line to `metrics.jsonl`, and send the numbers to
-        TensorBoard and the other trackers.
-
-        Raises:
-            ValueError: `trainer/global_step` is missing.
-        """
+        """Log an optimizer step: append numbers, `trainer/global_step` among them, and texts as a line to
+        `metrics.jsonl`, and send the numbers to the trackers."""
         if "trainer/global_step" not in numbers:
             raise ValueError("a line of metrics.jsonl needs trainer/global_step")
         if self._metrics is None:
