@@ -37,7 +37,7 @@ from service.rollout.user_errors import describe_error
 from service.user_code import enter_user_folder, import_user_module
 
 if TYPE_CHECKING:  # child processes do without it
-    from service.config.agent_command import CommandConfig
+    from service.config.rollout import CommandConfig
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,8 @@
 """The configuration of a run: one tree of settings that is read from YAML files and dotted overrides; unknown keys are
 refused."""
 
-from service.config.adapter import LoraConfig
 from service.config.checks import check
-from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
+from service.config.learn import AlgorithmConfig, LoraConfig, TrainerConfig, WeightsConfig
 from service.config.load import load, load_config, resolved_yaml
 from service.config.paths import check_paths
 from service.config.rollout import AgentsConfig, DataConfig, EnvConfig, GeneratorConfig

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from service.config.agent_command import AGENT, OWN_VARIABLES
 from service.config.core_settings import worst_bytes
 from service.config.engine_options import refusals
-from service.config.rollout import MADE_SET
+from service.config.rollout import AGENT, MADE_SET, OWN_VARIABLES
 from service.config.source import ConfigSource
 from service.config.tree import Config
 from service.errors import ConfigError

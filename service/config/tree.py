@@ -8,10 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from service.config.adapter import LoraConfig
-from service.config.agent_command import AGENT
-from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
+from service.config.learn import AlgorithmConfig, LoraConfig, TrainerConfig, WeightsConfig
 from service.config.rollout import (
+    AGENT,
     AgentsConfig,
     DataConfig,
     EnvConfig,

@@ -8,8 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from service.config.agent_command import AGENT
-from service.config.rollout import DataConfig, EnvConfig
+from service.config.rollout import AGENT, DataConfig, EnvConfig
 from service.errors import UserError
 from service.rollout.environment import Agent, Environment, Task
 from service.rollout.environments.registry import SyntheticFunction, make_environment, synthetic_data

@@ -6,8 +6,7 @@ from asyncio import Semaphore
 from contextlib import nullcontext
 from typing import Protocol
 
-from service.config.agent_command import AGENT
-from service.config.rollout import EnvConfig
+from service.config.rollout import AGENT, EnvConfig
 from service.rollout.environment import Agent, Environment, Task
 from service.rollout.environments.registry import environment_class, make_environment
 from service.rollout.isolation import IsolatedEnvironment, environment_processes

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from service.config.adapter import LINEAR, LoraConfig
-from service.config.learn import TrainerConfig
+from service.config.learn import LINEAR, LoraConfig, TrainerConfig
 from service.learn.device_batch import DeviceBatch, DeviceSettings, unsampled_micro_batch
 from service.learn.model.hf_checkpoint import load_weights, stored_names, write_folder
 from service.learn.model.hf_config import read_config, unread_weights

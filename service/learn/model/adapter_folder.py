@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from service.config.adapter import LoraConfig
+from service.config.learn import LoraConfig
 from service.errors import UserError
 from service.files import atomic_folder, sync
 from service.learn.model.hf_checkpoint import write_beside_weights

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from service.config.adapter import ATTENTION, LoraConfig
+from service.config.learn import ATTENTION, LoraConfig
 from service.errors import UserError
 from service.learn.model.sharding import shard_rows
 

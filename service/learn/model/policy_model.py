@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from service.config.adapter import LoraConfig
-from service.config.learn import TrainerConfig
+from service.config.learn import LoraConfig, TrainerConfig
 from service.errors import UserError
 from service.learn.compile import compile_layers
 from service.learn.device_batch import DeviceBatch

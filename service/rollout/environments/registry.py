@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from service.config.agent_command import AGENT
+from service.config.rollout import AGENT
 from service.errors import UserError
 from service.rollout.environment import Environment, Message
 from service.user_code import enter_user_folder, import_object, import_user_module

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from service.agents.commands import AgentRunner, Finished
-from service.config.agent_command import OWN_VARIABLES, CommandConfig
+from service.config.rollout import OWN_VARIABLES, CommandConfig
 from service.rollout.environment import Message, Task
 
 HERE = "tests.pure.agents.scores"
@@ -251,7 +251,7 @@ def processes_of(mark: str) -> list[int]:
 GENERATOR = """
 import asyncio, sys
 from service.agents.commands import AgentRunner
-from service.config.agent_command import CommandConfig
+from service.config.rollout import CommandConfig
 from service.rollout.environment import Task
 
 async def run(mark, script):

@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from actors.engine.run_player import RunPlayer
 from service.config import Config
-from service.config.agent_command import AGENT
-from service.config.rollout import EnvConfig, GeneratorConfig
+from service.config.rollout import AGENT, EnvConfig, GeneratorConfig
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer

@@ -23,10 +23,9 @@ from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
 from service.agents.agents import AUX_STEPS
 from service.config import AgentsConfig, Config
-from service.config.agent_command import AGENT
 from service.config.checks import problems
 from service.config.core_settings import message_limits, worst_bytes
-from service.config.rollout import EnvConfig, GeneratorConfig
+from service.config.rollout import AGENT, EnvConfig, GeneratorConfig
 from service.errors import UserError
 from service.evaluation.play import play_shard
 from service.evaluation.scores import EvalShard

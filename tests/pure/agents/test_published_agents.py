@@ -13,7 +13,7 @@ import pytest
 
 from service.agents.call_roles import roles_of
 from service.agents.commands import AgentRunner, Finished
-from service.config.agent_command import CommandConfig
+from service.config.rollout import CommandConfig
 from service.handoff.steps.values import Role
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, Task

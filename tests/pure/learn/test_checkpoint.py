@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from service.config.adapter import LoraConfig
+from service.config.learn import LoraConfig
 from service.errors import UserError
 from service.learn.learner import Learner
 from service.learn.model.tiny_model import make_model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from service.config.adapter import ATTENTION, LINEAR, LoraConfig
+from service.config.learn import ATTENTION, LINEAR, LoraConfig
 from service.errors import UserError
 from service.learn.learner import Learner
 from service.learn.model.adapter_folder import PREFIX

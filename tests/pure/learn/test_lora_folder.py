@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from service.cli.parser import main
-from service.config.adapter import LoraConfig
+from service.config.learn import LoraConfig
 from service.errors import UserError
 from service.learn.learner import Learner
 from service.learn.model.adapter_folder import ADAPTER_WEIGHTS, PREFIX, Base, check_adapter, merge

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.sequence_parallel import LEAST, SHAPE, VOCABULARY, long_row, train
-from service.config.adapter import LoraConfig
 from service.config.core_settings import batch_settings
-from service.config.learn import TrainerConfig
+from service.config.learn import LoraConfig, TrainerConfig
 from service.config.tree import Config
 from service.errors import UserError
 from service.learn.learner import Learner

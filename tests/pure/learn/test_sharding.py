@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.tensor import DTensor
 
-from service.config.adapter import LoraConfig
+from service.config.learn import LoraConfig
 from service.errors import UserError
 from service.learn.learner import Learner
 from service.learn.model import policy, sharding

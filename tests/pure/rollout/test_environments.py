@@ -16,8 +16,7 @@ import pytest
 from baton.examples import data, text_to_sql
 from baton.examples.lookup import Lookup
 from service.config import load_config
-from service.config.agent_command import AGENT
-from service.config.rollout import EnvConfig
+from service.config.rollout import AGENT, EnvConfig
 from service.environment_variables import USER_FOLDER
 from service.errors import UserError
 from service.rollout.check_inputs import check_environments, check_inputs
