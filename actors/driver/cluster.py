@@ -71,12 +71,8 @@ class Cluster:
 
 
 def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunSecret | None = None) -> Cluster:
-    """Create every actor of the run, as soon as the cluster has room for the ranks and the engines.
-
-    Raises:
-        RunFailed: there was no room within `trainer.start_deadline`.
-        UserError: this machine has too few GPUs, or a node cannot use its GPUs or lacks files of the run.
-    """
+    """Create every actor of the run, as soon as the cluster has room for ranks and engines. `RunFailed` if it has none
+    within `trainer.start_deadline`; `UserError` if GPUs are too few or unusable, or a node lacks files."""
     gpus = gpus_each()
     _refuse_unfit_nodes(config, has_gpu=bool(gpus))
     bundles = run_bundles(config, gpus)

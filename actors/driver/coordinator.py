@@ -123,11 +123,8 @@ class Coordinator:
         return self._version.step >= self._config.run.max_steps
 
     async def run(self) -> None:
-        """Start the actors, train, write the final weights and the summary.
-
-        Raises:
-            RunFailed: a part of the run failed too often, or the run cannot make progress.
-        """
+        """Start the actors, train, write the final weights and the summary; `RunFailed` if a part fails too often, or
+        the run cannot make progress."""
         try:
             for name, actor in self._supervised.items():
                 self._supervisor.watch(name, partial(life_of, actor))

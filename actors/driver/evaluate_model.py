@@ -46,12 +46,9 @@ class PreparedEvaluation(NamedTuple):
 
 @contextmanager
 def prepared_evaluation(config: Config, target: EvalTarget, say: Callable[[str], None]) -> Iterator[PreparedEvaluation]:
-    """Check the sets and the weights of the target, and write made sets and exported weights to a temporary folder.
-    A stop signal in the `with` block raises `SystemExit` with the exit code 128 + the number of the signal.
-
-    Raises:
-        UserError: the model or a set is missing or malformed.
-    """
+    """Check the sets and the weights of the target, and write made sets and exported weights to a temporary folder;
+    `UserError` if one is missing or malformed. A stop signal in the `with` block raises `SystemExit` with 128 + its
+    number."""
     refuse_open_ray(os.environ)
     keep_token_private(os.environ, Path.home())
     config = with_absolute_paths(beside_a_run(config))

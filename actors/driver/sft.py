@@ -44,12 +44,8 @@ RECENT_STEPS = 20
 
 
 def sft(config: Config, model: Path, train: Rows, held_out: Held) -> int:
-    """Train the model to the end, to a stop signal or to a failure; returns the exit code.
-
-    Raises:
-        UserError: Ray has no authentication, a file or folder cannot be written, or a node cannot take part.
-        RunFailed: a rank failed.
-    """
+    """Train the model to the end, to a stop signal or to a failure (`RunFailed`); returns the exit code. `UserError` if
+    Ray has no authentication, a file cannot be written, or a node cannot take part."""
     refuse_open_ray(os.environ)
     keep_token_private(os.environ, Path.home())
     path = new_run_folder(runs_folder(config.run.dir), config.run.name)

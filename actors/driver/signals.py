@@ -113,11 +113,9 @@ def on_stop_signal(stop: Callable[[int], None], force: Callable[[int], None]) ->
 
 
 def run_beside(work: Callable[[], object]) -> None:
-    """Do `work`, which ends Ray, in a thread. Meanwhile stop signals are handled as in the event loop that ran before.
-
-    If no event loop ran before, signals are ignored. When Ray's last process ends, Ray restores the default action of
-    SIGTERM outside of Python, so a signal would end this process at once.
-    """
+    """Do `work`, which ends Ray, in a thread. Meanwhile stop signals are handled as in the event loop that ran before,
+    or ignored without one: Ray restores the default action of SIGTERM outside of Python, so a signal would end this
+    process."""
     before = {number: signal.getsignal(number) for number in heeded_signals()}
     during = {number: handler if isinstance(handler, Heard) else signal.SIG_IGN for number, handler in before.items()}
     try:

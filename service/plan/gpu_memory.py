@@ -250,11 +250,7 @@ def known_gpu(trainer: TrainerConfig) -> tuple[str, float] | None:
 
 
 def refuse_too_large(settings: FitSettings, folder: Path) -> None:
-    """Check that a configuration fits its GPUs, if they are known.
-
-    Raises:
-        UserError: the configuration does not fit; the message names a remedy.
-    """
+    """Raises `UserError`, which names a remedy, if a configuration does not fit its GPUs, as far as they are known."""
     gpu = known_gpu(settings.learn.trainer)
     if gpu is not None and (problem := fit(settings, folder, gpu[1]).problem()):
         raise UserError(problem)

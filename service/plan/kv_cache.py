@@ -20,9 +20,8 @@ DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", 
 
 
 def kv_token_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """Bytes that the keys and values of one token take on one GPU of an engine, in the layers and key heads that this
-    GPU computes; at least one key head. Layers of linear attention do not count, because they keep a state per request
-    instead."""
+    """Bytes that the keys and values of one token take on one GPU of an engine, in the layers and key heads (at least
+    one) that it computes. Layers of linear attention keep a state per request instead."""
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads = max(1, model.num_key_value_heads // generator.tensor_parallel_size)
     stages = generator.engine_gpus // generator.tensor_parallel_size
@@ -46,11 +45,8 @@ def request_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: st
 
 
 def check_engine(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> None:
-    """Check that an engine's GPUs can split the model, and that its KV cache can hold the longest request.
-
-    Raises:
-        UserError: the GPUs cannot split the model, or the KV cache is too small; the message names setting and remedy.
-    """
+    """Raises `UserError` if an engine's GPUs cannot split the model, or its KV cache cannot hold the longest
+    request."""
     gpus, kv_heads = generator.tensor_parallel_size, model.num_key_value_heads
     numbers = {name: number for name in DIVIDED if (number := getattr(model, name, None))}
     numbers["vocabulary rows"] = -(-model.vocab_size // VOCABULARY_ROWS) * VOCABULARY_ROWS

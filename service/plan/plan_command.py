@@ -91,11 +91,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 @contextmanager
 def planned_model(model: ModelConfig, env: EnvConfig, seed: int) -> Iterator[Path]:
-    """Yield a folder with the model's config.json: `model.path`, or a new model made for `model.make`.
-
-    Raises:
-        UserError: the configuration names no model, or `model.path` has no config.json.
-    """
+    """Yield a folder with the model's config.json: `model.path`, or a new one made for `model.make`; `UserError` if
+    there is none."""
     from service.run.preparing.inputs import make_policy
 
     if model.path is not None and not is_model_folder(model.path):

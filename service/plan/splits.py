@@ -87,11 +87,7 @@ class SplitTable:
         return {"processes": processes, "weights": weights, "offloaded": offloaded, "buffer": self._buffer.max_bytes}
 
     def splits(self, gpus: int) -> list[Split]:
-        """Splits that use `gpus` GPUs, at most about `MAX_SPLITS`, evenly spread.
-
-        Raises:
-            UserError: there is none.
-        """
+        """Splits that use `gpus` GPUs, at most about `MAX_SPLITS`, evenly spread; `UserError` if there is none."""
         each, together = self.settings.generator.engine_gpus, self._trainer.sequence_parallel
         if self.settings.shares_gpus:
             found = [(engines, gpus) for engines in range(1, max(1, gpus // each) + 1)]

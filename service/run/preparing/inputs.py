@@ -94,12 +94,8 @@ def checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBa
 
 
 def prepare_weights(model: ModelConfig, target: EvalTarget) -> Manifest | None:
-    """Check the weights to evaluate. Returns the manifest of their checkpoint; None for a Hugging Face folder or a
-    final adapter.
-
-    Raises:
-        UserError: model, tokenizer or checkpoint is missing or damaged, or they do not belong together.
-    """
+    """Check the weights to evaluate; `UserError` if model, tokenizer or checkpoint is missing or damaged, or of another
+    run. Returns the manifest of their checkpoint; None for a Hugging Face folder or a final adapter."""
     if target.model is not None:
         try:
             checked_model(target.model)
@@ -153,12 +149,8 @@ def demonstrations(
 def read_conversations(
     model: ModelConfig, data: DataConfig, generator: GeneratorConfig
 ) -> tuple[Path, list[SupervisedRow], dict[str, list[SupervisedRow]]]:
-    """Read the inputs of `baton sft`. Returns the folder of the model, the training rows, and the rows of each
-    evaluation set.
-
-    Raises:
-        UserError: the model or a row is malformed, or supervised training does not support a setting.
-    """
+    """Read the inputs of `baton sft`: the folder of the model, the training rows, and the rows of each evaluation set.
+    `UserError` if one is malformed, or supervised training does not support a setting."""
     if model.path is None or model.warm_start is not None:
         needed = "the folder of a model, and takes the place of the warm start"
         raise UserError(f"model.path: baton sft needs {needed}; add model.make=null model.warm_start=null")

@@ -41,14 +41,9 @@ folder in `run.dir`."""
 def folder_to_resume(
     run: str, configs: Sequence[Path], overrides: Sequence[str], from_store: FromStore
 ) -> tuple[Path, list[str]]:
-    """The folder of the run to resume, and the settings that override its configuration.
-
-    `run`: the run's folder, its name, or the address of its store. If this disk has no data of the run, its folder is
-    restored from the store that the address or the configuration names.
-
-    Raises:
-        UserError: there is no such run.
-    """
+    """The folder of the run to resume, by its folder, name or store's address, and the settings that override its
+    configuration; `UserError` if there is no such run. If this disk has no data of it, it is restored from the store
+    that the address or the configuration names."""
 
     def loaded(*files: Path) -> Config:
         return load([*files, *configs], overrides).config

@@ -22,12 +22,9 @@ from service.run.preparing.eval_target import EvalTarget
 def export(
     model: ModelConfig, target: EvalTarget, manifest: Manifest | None, folder: Path, merged: bool = True
 ) -> None:
-    """Write weights that `prepare_weights` has checked to a folder, which appears only once it is complete. All weights
-    have the type `model.dtype`. An adapter is merged into its base model in float32, or written alone in PEFT's form.
-
-    Raises:
-        UserError: the checkpoint was deleted meanwhile, or the folder cannot be written, for example on a full disk.
-    """
+    """Write weights that `prepare_weights` has checked to a folder, which appears only once it is complete, in
+    `model.dtype`. An adapter is merged into its base in float32, or written alone in PEFT's form. `UserError` if the
+    checkpoint was deleted meanwhile, or the folder cannot be written."""
     try:
         if model.lora is not None and target.model is None:
             _export_adapter(model.lora, target, target.begun_with(model), manifest, folder, merged)
