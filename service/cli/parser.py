@@ -47,11 +47,8 @@ examples:
 
 class Command(NamedTuple):
     """A command of `baton`, and the module that implements it, with ABOUT, EXAMPLES, `add_arguments(parser)` and
-    `run(arguments, overrides)`.
-
-    The module of a command with subcommands has no `run`: its parser has each subcommand's function as the default of
-    `command`. For a module with neither, the command's function is in `actors.driver.commands`.
-    """
+    `run(arguments, overrides)`; without `run`, its subcommands' functions are defaults of their parsers (`command`), or
+    the function is in `actors.driver.commands`."""
 
     name: str
     summary: str

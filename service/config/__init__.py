@@ -9,12 +9,10 @@ from service.config.rollout import AgentsConfig, DataConfig, EnvConfig, Generato
 from service.config.tree import (
     BufferConfig,
     Config,
-    MakeModelConfig,
     MetricsConfig,
     ModelConfig,
     RunConfig,
     WandbConfig,
-    WarmStartConfig,
 )
 
 __all__ = [
@@ -26,13 +24,11 @@ __all__ = [
     "EnvConfig",
     "GeneratorConfig",
     "LoraConfig",
-    "MakeModelConfig",
     "MetricsConfig",
     "ModelConfig",
     "RunConfig",
     "TrainerConfig",
     "WandbConfig",
-    "WarmStartConfig",
     "WeightsConfig",
     "check",
     "check_paths",

@@ -77,7 +77,7 @@ def message_limits(config: Config, vocab_size: int = ANY_VOCABULARY, routing: Ro
 
 def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = None) -> BufferSettings:
     """The settings of the buffer. `routing`: shape and type of the recorded routed experts; None if unknown."""
-    buffer = config.buffer
+    buffer, curriculum = config.buffer, config.data.curriculum
     return BufferSettings(
         limits=message_limits(config, vocab_size, routing),
         worst=worst_bytes(config, routing.token_bytes if routing else 0),
@@ -86,7 +86,7 @@ def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = N
         attempts=AttemptSettings(
             buffer.max_attempts, buffer.step_deadline, buffer.on_group_deadline, buffer.group_deadline
         ),
-        curriculum=curriculum_settings(config),
+        curriculum=None if curriculum is None else CurriculumSettings(curriculum.band, curriculum.outside),
         scorers={
             name: ScorerSettings(scorer.kind, scorer.weight, scorer.combine, scorer.fallback)
             for name, scorer in config.scorers.items()
@@ -103,13 +103,6 @@ def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = N
         max_lease_attempts=buffer.max_lease_attempts,
         has_checkpoints=config.trainer.checkpoint_every > 0,
     )
-
-
-def curriculum_settings(config: Config) -> CurriculumSettings | None:
-    """The settings of the curriculum, which skips prompts; None without a curriculum."""
-    if (curriculum := config.data.curriculum) is None:
-        return None
-    return CurriculumSettings(curriculum.band, curriculum.outside)
 
 
 def worst_bytes(config: Config, expert_bytes: int = 0) -> WorstBytes:

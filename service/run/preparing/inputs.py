@@ -10,13 +10,7 @@ import numpy as np
 import psutil
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from service.config import (
-    DataConfig,
-    EnvConfig,
-    GeneratorConfig,
-    LoraConfig,
-    ModelConfig,
-)
+from service.config import DataConfig, EnvConfig, GeneratorConfig, LoraConfig, ModelConfig
 from service.errors import UserError
 from service.handoff.steps.values import Routing
 from service.learn.checkpoint import check_parts, read_metadata
