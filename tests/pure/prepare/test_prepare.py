@@ -62,7 +62,6 @@ def test_a_teacher_that_reads_other_tokens_or_teaches_no_row_is_refused_before_a
     [
         ("model.lora.rank=4", None),
         ("model.lora.rank=8", "model.lora.rank: the adapter {} has 4; set that"),
-        ("model.lora.targets=[q_proj]", "model.lora.targets: the adapter {} has [k_proj,q_proj]"),
         ("of another model", "is of an adapter for another model than"),
         ("cut off", "model.adapter: {}/adapter_model.safetensors cannot be read"),
     ],
