@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase("reading the configuration", after=SHORT_SECONDS):
         from actors.observe.hub_port import listening_socket
         from service.config import check_paths
-        from service.config.command_line import checked_config
+        from service.config.load import checked_config
 
         config, source = checked_config(arguments, overrides)
         with source.named_in_errors():
@@ -120,7 +120,7 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     chosen = eval_target(arguments.path)
     arguments.config = [*chosen.settings, *arguments.config]
     with phase("reading the configuration", after=SHORT_SECONDS):
-        from service.config.command_line import checked_config
+        from service.config.load import checked_config
 
         config, _ = downloaded(checked_config(arguments, overrides).config)
     if not config.data.eval and config.data.eval_make_rows is None:
@@ -147,7 +147,7 @@ def sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """The command `baton sft`: train a model on conversations; returns the exit code."""
     with phase("reading the configuration", after=SHORT_SECONDS):
         from service.config import check, check_paths, load
-        from service.config.command_line import no_more_words
+        from service.config.load import no_more_words
 
         no_more_words(arguments)
         config, source = load(arguments.config, [*([] if arguments.config else SFT_SETTINGS), *overrides])

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def show(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print the resolved configuration."""
     from service.config import load, resolved_yaml
-    from service.config.command_line import no_more_words
+    from service.config.load import no_more_words
 
     no_more_words(arguments)
     sys.stdout.write(resolved_yaml(load(arguments.config, overrides).config))
@@ -53,7 +53,7 @@ def show(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Check a configuration and the files that it names; prints a note for a missing file, which another machine may
     have."""
-    from service.config.command_line import checked_config
+    from service.config.load import checked_config
     from service.config.paths import check_paths
 
     config, source = checked_config(arguments, overrides)

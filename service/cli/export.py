@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write the weights of a run or of a checkpoint."""
     from service.config import load
-    from service.config.command_line import no_more_words
+    from service.config.load import no_more_words
     from service.run.preparing.eval_target import eval_target
 
     no_more_words(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import re
 import types
@@ -13,11 +14,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from service.config.checks import check
 from service.config.engine_options import refusal
 from service.config.section import PATTERNS
 from service.config.source import ConfigSource, KeyPath, plain, read_sources, short
 from service.config.tree import Config
-from service.errors import ConfigError
+from service.errors import ConfigError, UserError
 
 BOUNDS = {"gt", "ge", "lt", "le", "multiple_of"}
 """Pydantic's names of bounds. If a value fits no type of a union, an error about a bound is preferred to one about a
@@ -66,6 +68,29 @@ def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
             if not any(other[: len(path)] == path for other in by_path if other != path)  # another member fits better
         ]
         raise ConfigError("\n".join(lines)) from None
+
+
+def checked_config(arguments: argparse.Namespace, overrides: list[str]) -> Loaded:
+    """Load and check the configuration that a command line gives, with the place where each value was set; `UserError`
+    if it is missing or wrong."""
+    no_more_words(arguments)
+    if not arguments.config:
+        raise UserError("give a configuration: --config FILE (such as --config configs/quickstart.yaml)")
+    loaded = load(arguments.config, overrides)
+    check(loaded.config, loaded.source)
+    return loaded
+
+
+def no_more_words(arguments: argparse.Namespace) -> None:
+    """Raises `UserError` if a word of a command line is neither an argument nor a setting."""
+    if arguments.overrides:
+        word = arguments.overrides[0]
+        hint = f"; did you mean --config {word}?" if word.endswith((".yaml", ".yml")) else ""
+        if word.endswith(("}", "]", ",")):  # the shell has cut a value at its spaces
+            hint = "; put quotes around a setting that has spaces: 'section.key={KEY: value}'"
+        elif "=" in word:  # for example the label of a host
+            hint = "; a key with other signs than letters, digits and _ goes into braces: 'section.key={KEY: value}'"
+        raise UserError(f"{word!r}: not of the form section.key=value{hint}")
 
 
 def resolved_yaml(config: Config) -> str:

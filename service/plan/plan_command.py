@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from service.config import EnvConfig, ModelConfig
 from service.config.checks import check_bytes
-from service.config.command_line import checked_config
+from service.config.load import checked_config
 from service.errors import UserError
 from service.handoff.group_bytes import TOKEN_BYTES
 from service.model_folder import MODEL_CONFIG, check_description, is_model_folder
