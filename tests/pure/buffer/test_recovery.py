@@ -15,6 +15,7 @@ from service.rollout.prompts.dataset import rows_digest
 from service.types import PolicyVersion, TrajectoryId
 from tests.invariant import fingerprint, violations
 from tests.pure.buffer.world import World, config, step
+from tests.recorded import KEPT
 
 
 @pytest.fixture(params=[1 << 20, 1], ids=["one segment", "a snapshot after every frame"])
@@ -198,3 +199,25 @@ def test_steps_stay_in_the_journal_until_the_snapshot_that_needs_them_no_more_is
         world.journal.sync()
     world.crash(synced=False)
     assert world.batch().groups == (0, 1)
+
+
+@pytest.mark.parametrize("segment_bytes", [1 << 20, 10_000])
+def test_every_mini_batch_of_a_run_is_formed_again_from_the_journal_bit_by_bit(
+    tmp_path: Path, segment_bytes: int
+) -> None:
+    settings = config(trainer={"checkpoint_every": 2}, algorithm={"filter_zero_variance": True})
+    world, trained = World(tmp_path, settings, segment_bytes=segment_bytes), list[bytes]()
+    for n in range(6):
+        version = PolicyVersion(world.trainer_incarnation, n)
+        world.play(1, version, rewards=(1.0, 1.0))
+        for _ in range(2):
+            world.generator.claimed(version)
+            world.later(11)
+            world.generator.finish(world.generator.claimed(version), version, turns=1 + n % 3)
+        trained.append(encode_mini_batch(world.batch()))
+        world.train()
+        if n % 2:
+            world.buffer.covered(n + 1)
+        world.journal.sync()
+    assert (tmp_path / KEPT).is_dir() == (segment_bytes < 1 << 20)
+    assert [encode_mini_batch(world.replayed(n)) for n in range(1, 7)] == trained

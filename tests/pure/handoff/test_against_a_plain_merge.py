@@ -12,18 +12,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.columns import digest
+from service.columns import digest, widened
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.batches.pack import place
 from service.handoff.ledger.state import VersionHistory
-from service.handoff.prefixes.merge import merge
-from service.handoff.prefixes.sharing import shared_form
+from service.handoff.prefixes.merge import merge, merge_steps
+from service.handoff.prefixes.sharing import PrefixError, shared_form
 from service.handoff.steps.tables import row_objects, steps_table
-from service.types import Extension, Row, Step, TrajectoryId
-from tests.pure.handoff.worlds import complete_group, end, step, whole_prompts
+from service.types import ROUTE_NATIVELY, Extension, Row, Step, TrajectoryId
+from tests.pure.handoff.worlds import complete_group, end, shared, step, whole_prompts
 
 SLOW_MACHINE = settings(deadline=None)  # a loaded machine is no failure
 MODES = st.sampled_from(["off", "linear", "tree"])
@@ -240,3 +241,31 @@ def test_a_mini_batch_accounts_for_every_sampled_token(data: st.DataObject, mode
     assert batch.metrics["tokens/sampled"] == sampled == sum(batch.metrics[f] for f in fates)
     assert loss == batch.metrics["tokens/loss"] == batch.loss_tokens_G.sum()
     assert sum(int((m.trajectory_of_row_R >= 0).sum()) for r in batch.ranks for m in r) == batch.rows_G.sum()
+
+
+# -- by example ------------------------------------------------------------------------------------------------------
+
+EXAMPLE = [
+    step(0, [10, 20, 30], [40, 50], reward=0.5),
+    step(1, [10, 20, 30, 40, 50, 60, 70], [80, 90], reward=1.0),
+]
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8])
+def test_routed_experts_stay_aligned_and_observations_route_natively(dtype: type[np.generic]) -> None:
+    steps = [
+        replace(s, routed_experts=np.full((len(s.prompt_ids) + len(s.response_ids), 2, 3), s.index, dtype))
+        for s in EXAMPLE
+    ]
+    [row] = merge_steps(steps)
+    assert row.routed_experts is not None and row.routed_experts.shape == (9, 2, 3)
+    assert row.routed_experts.dtype == dtype
+    assert widened(row.routed_experts)[:, 0, 0].tolist() == [0, 0, 0, 0, 0, ROUTE_NATIVELY, ROUTE_NATIVELY, 1, 1]
+
+
+def test_a_reference_to_other_tokens_is_an_error() -> None:
+    wrong = replace(shared(EXAMPLE)[1], extends=Extension(0, 5, 12345))
+    with pytest.raises(PrefixError, match="step=1 extends other tokens"):
+        merge_steps([EXAMPLE[0], wrong])
+    with pytest.raises(PrefixError, match="not there"):
+        merge_steps([EXAMPLE[0], replace(wrong, extends=Extension(3, 5, 12345))])
