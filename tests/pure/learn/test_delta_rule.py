@@ -48,7 +48,7 @@ def test_output_and_gradients_are_those_of_the_recurrence_row_by_row(lengths: li
     torch.testing.assert_close(*gradients, atol=1e-11, rtol=1e-11)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_other_values_in_a_row_leave_the_other_rows_equal_to_the_last_bit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 3 * CHUNK, int(rng.integers(2, 6)))
@@ -65,12 +65,3 @@ def test_other_values_in_a_row_leave_the_other_rows_equal_to_the_last_bit(seed: 
         same = (of(plain) == of(other)).flatten(1).all(1)
         assert same[chunks.row_N != row].all()
         assert not same[chunks.row_N == row].any()
-
-
-def test_a_convolution_sees_zeros_before_a_row() -> None:
-    x, weight = made(9, 3)[2].flatten(1), torch.randn(HEADS * VALUES, TAPS, dtype=torch.float64)
-    found = causal_convolution(x, weight, Chunks.of(np.array([0, 2, 9]), CPU))
-    for start, stop in ((0, 2), (2, 9)):
-        for t in range(start, stop):
-            taps = [weight[:, TAPS - 1 - back] * x[t - back] for back in range(TAPS) if t - back >= start]
-            torch.testing.assert_close(found[t], torch.stack(taps).sum(0))

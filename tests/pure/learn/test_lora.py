@@ -18,8 +18,6 @@ from service.types import MiniBatch
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 from tests.pure.learn.families import saved
 from tests.pure.learn.outcomes import (
-    PACKED,
-    SHARED,
     TRAJECTORIES,
     Outcome,
     assert_same,
@@ -106,19 +104,6 @@ def test_an_adapter_begins_as_nothing_and_only_it_is_trained(family: Path) -> No
     assert losses[-1] < losses[0]
     changed = {name for name, p in ours.policy.model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {name for name in before if name.endswith((A, B))}
-
-
-@pytest.mark.parametrize("layout", [PACKED, "padded", SHARED])
-def test_cutting_and_packing_leave_the_adapters_gradient_as_it_is(
-    model_folder: Path, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exact(monkeypatch)
-    rows = reference()
-    expected = outcome(learner(configured(algorithm=KL), model_folder), mini_batch([[rows]], TRAJECTORIES))
-    for dtype, tolerance in (("float64", 1e-9), ("float32", 1e-4)):
-        ours = learner(configured(dtype=dtype, algorithm=KL, trainer={"layout": layout}), model_folder)
-        for batch in (batch_in(1, cut(rows)), mini_batch([[rows[::-1], []]], TRAJECTORIES)):
-            assert_same(outcome(ours, batch), expected, tolerance)
 
 
 def of_rank(rank: int, world_size: int, folder: Path, batch: MiniBatch) -> Outcome:

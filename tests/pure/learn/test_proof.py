@@ -60,13 +60,13 @@ def test_the_page_lists_the_families_that_runs_take_and_no_other() -> None:
         ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 1, "attention_bias": True}),
         ("qwen3_moe", {"use_sliding_window": True, "mlp_only_layers": [1], "norm_topk_prob": True}),
-        ("phi3", {"sliding_window": 9, "resid_pdrop": 0.5}),
-        ("granite", {"logits_scaling": 8.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1}),
         ("glm4_moe", {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True}),
-        ("gemma3", {"rope_parameters": {
+        pytest.param("phi3", {"sliding_window": 9, "resid_pdrop": 0.5}, marks=pytest.mark.full),
+        pytest.param("granite", {"logits_scaling": 8.0, "residual_multiplier": 0.3}, marks=pytest.mark.full),
+        pytest.param("gemma3", {"rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        }}),
+        }}, marks=pytest.mark.full),
     ],
     ids=str,
 )  # fmt: skip

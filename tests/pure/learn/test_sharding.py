@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,8 +27,21 @@ from service.learn.model.sharding import local_shard, ranks_by_node
 from service.types import MiniBatch
 from tests.pure.learn.builders import CPU, SHAPE, made_rows, mini_batch, settings
 from tests.pure.learn.families import saved
-from tests.pure.learn.outcomes import TRAJECTORIES, assert_same, exact, moved, outcome, reference
+from tests.pure.learn.outcomes import (
+    TRAJECTORIES,
+    WAYS,
+    Outcome,
+    assert_same,
+    batch_in,
+    configured,
+    cut,
+    exact,
+    moved,
+    outcome,
+    reference,
+)
 from tests.pure.learn.ranks import Ranks
+from tests.pure.learn.test_split import MERGED_WAYS, MODES, formed, group_of
 
 N_MICRO_BATCHES = 3
 NODES = ["a", "b", "a", "b"]
@@ -315,3 +329,44 @@ def test_one_rank_shards_on_request_and_takes_the_same_steps(
     for dtype, tolerance in (("float64", 1e-9), ("bfloat16", 0.02)):
         found = ranks(1, losses, model_folder, trainer, dtype, True)
         assert found == [pytest.approx(losses(0, 1, model_folder, {}, "float64"), abs=tolerance)]
+
+
+def of_rank(
+    rank: int, world_size: int, folder: Path, ways: list[str], batches: list[MiniBatch]
+) -> dict[str, list[Outcome]]:
+    with pytest.MonkeyPatch.context() as patch:
+        exact(patch)
+        learners = {way: moved(configured(way), folder, batches[0], rank, world_size) for way in ways}
+        return {way: [outcome(learner, batch) for batch in batches] for way, learner in learners.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_leave_metrics_and_gradient_as_they_are(
+    model_folder: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    exact(monkeypatch)
+    rows, lonely = reference(), [[[]]] * (world_size - 1)
+    whole = mini_batch([[rows]], TRAJECTORIES)
+    batches = [batch_in(world_size, cut(rows)), mini_batch([[rows], *lonely], TRAJECTORIES)]
+    ways = list(WAYS) if world_size == 2 else MERGED_WAYS[:4]
+    results = ranks(world_size, of_rank, model_folder, ways, batches)
+    for way in ways:
+        expected = outcome(moved(configured(way), model_folder, whole), whole)
+        for found in results:
+            for ours in found[way]:
+                assert_same(ours, expected, 1e-9)
+
+
+def test_so_do_ranks_with_the_rows_of_merged_steps(
+    model_folder: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact(monkeypatch)
+    steps, ends = group_of(np.random.default_rng(70))
+    whole = formed(steps, ends, mode="off")
+    of_two = [formed(steps, ends, mode=mode, ranks=2, token_budget=80) for mode in MODES]
+    results = ranks(2, of_rank, model_folder, MERGED_WAYS, of_two)
+    for way in MERGED_WAYS:
+        expected = outcome(moved(configured(way), model_folder, whole), whole)
+        for found in results:
+            for ours in found[way]:
+                assert_same(ours, expected, 1e-9)

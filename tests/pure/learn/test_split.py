@@ -24,7 +24,6 @@ from tests.pure.learn.outcomes import (
     SHARED,
     TRAJECTORIES,
     WAYS,
-    Outcome,
     assert_same,
     batch_in,
     configured,
@@ -35,7 +34,6 @@ from tests.pure.learn.outcomes import (
     played,
     reference,
 )
-from tests.pure.learn.ranks import Ranks
 
 FORMS = ((PACKED, "float64", 1e-9), ("padded", "float64", 1e-9), (SHARED, "float64", 1e-9), (PACKED, "float32", 1e-4))
 MODES: list[Mode] = ["off", "linear", "tree"]
@@ -75,29 +73,6 @@ def test_the_settings_under_test_change_the_gradient(model_folder: Path, way: st
     assert np.linalg.norm(ours - plain) > 1e-2 * np.linalg.norm(plain)
 
 
-def of_rank(
-    rank: int, world_size: int, folder: Path, ways: list[str], batches: list[MiniBatch]
-) -> dict[str, list[Outcome]]:
-    with pytest.MonkeyPatch.context() as patch:
-        exact(patch)
-        learners = {way: moved(configured(way), folder, batches[0], rank, world_size) for way in ways}
-        return {way: [outcome(learner, batch) for batch in batches] for way, learner in learners.items()}
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_leave_metrics_and_gradient_as_they_are(model_folder: Path, ranks: Ranks, world_size: int) -> None:
-    rows, lonely = reference(), [[[]]] * (world_size - 1)
-    whole = mini_batch([[rows]], TRAJECTORIES)
-    batches = [batch_in(world_size, cut(rows)), mini_batch([[rows], *lonely], TRAJECTORIES)]
-    ways = list(WAYS) if world_size == 2 else MERGED_WAYS[:4]
-    results = ranks(world_size, of_rank, model_folder, ways, batches)
-    for way in ways:
-        expected = outcome(moved(configured(way), model_folder, whole), whole)
-        for found in results:
-            for ours in found[way]:
-                assert_same(ours, expected, 1e-9)
-
-
 # -- from steps on: how they are merged, and credit and teachers by turn and token -------------------------------------
 
 
@@ -135,23 +110,16 @@ def formed(steps: list[Step], ends: list[TrajectoryEnd], shift: float | None = N
     return replace(batch, ranks=ranks)
 
 
-def test_merging_leaves_metrics_and_gradient_as_they_are_on_any_number_of_ranks(
-    model_folder: Path, ranks: Ranks
-) -> None:
+def test_merging_leaves_metrics_and_gradient_as_they_are(model_folder: Path) -> None:
     steps, ends = group_of(np.random.default_rng(70))
     alone = {mode: formed(steps, ends, mode=mode) for mode in MODES}
     n_rows = [batch.rows_G.sum() for batch in alone.values()]
     assert n_rows == sorted(n_rows, reverse=True) and len(set(n_rows)) == 3, "each mode must have something to merge"
-    learners = {way: moved(configured(way), model_folder, alone["off"]) for way in MERGED_WAYS}
-    expected = {way: outcome(learner, alone["off"]) for way, learner in learners.items()}
-    for way, learner in learners.items():
+    for way in MERGED_WAYS:
+        learner = moved(configured(way), model_folder, alone["off"])
+        expected = outcome(learner, alone["off"])
         for batch in (alone["linear"], alone["tree"], formed(steps, ends, mode="linear", token_budget=64)):
-            assert_same(outcome(learner, batch), expected[way], 1e-9)
-    of_two = [formed(steps, ends, mode=mode, ranks=2, token_budget=80) for mode in MODES]
-    for found in ranks(2, of_rank, model_folder, MERGED_WAYS, of_two):
-        for way in MERGED_WAYS:
-            for ours in found[way]:
-                assert_same(ours, expected[way], 1e-9)
+            assert_same(outcome(learner, batch), expected, 1e-9)
 
 
 ALGORITHM = {"estimator": "rloo", "returns": "sum", "reduction": "seq_mean_token_sum_norm", "norm_tokens": 40}
