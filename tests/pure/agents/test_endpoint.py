@@ -278,6 +278,20 @@ async def test_a_reward_over_http_counts_where_the_end_brings_none_and_nonsense_
     assert (await client.post(f"{url}/finish", {"reward": 1.0}))[0] == 409
 
 
+async def test_an_agent_is_silent_from_its_last_answer_or_request_on(
+    house: House, session: Session, client: Client
+) -> None:
+    house.sampling.clear()
+    asked = asyncio.create_task(client.post(CHAT, ChatTalk("age ?").body()))
+    await until(lambda: house.prompts)
+    session.heard -= 1000.0  # as long as the call was sampled
+    assert session.silence == 0.0
+    house.sampling.set()
+    assert (await asked)[0] == 200 and session.silence < 500.0
+    session.heard -= 1000.0
+    assert (await client.post("/rl/sessions/any/reward", {"reward": 1.0}))[0] == 200 and session.silence < 500.0
+
+
 async def test_a_session_that_ends_gives_up_what_is_being_sampled(
     house: House, session: Session, client: Client
 ) -> None:
