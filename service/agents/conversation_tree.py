@@ -391,8 +391,4 @@ def _note_of(step: Step, place: int) -> CallNote:
 def _best(calls: Sequence[AgentCall], echoed: set[str]) -> AgentCall:
     """The call of which the client sent back the most ids, including ids of its ancestors; among calls
     with equally many ids, a delivered call, then the newest."""
-
-    def rank(call: AgentCall) -> tuple[int, bool]:
-        return sum(of.name in echoed for of in call.path()), call.delivered
-
-    return max(reversed(calls), key=rank) if len(calls) > 1 else calls[0]
+    return max(reversed(calls), key=lambda call: (sum(of.name in echoed for of in call.path()), call.delivered))

@@ -81,14 +81,9 @@ class Requests:
         Raises:
             Refused: 401 for an unknown key, 409 for the key of a session that ended.
         """
-        session = request[SESSION] = self.sessions.find(_key(request))
+        session = request[SESSION] = self.sessions.find(key_of(request))
         session.hear()
         return session
-
-    def finished_with(self, request: web.Request) -> str:
-        """The digest of the body with which a client finished the session of the request's key; empty if no client
-        finished it."""
-        return self.sessions.finished_with(_key(request))
 
     @asynccontextmanager
     async def body(self, request: web.Request, most: int = MAX_END_BYTES) -> AsyncIterator[bytes]:
@@ -172,7 +167,7 @@ def is_connected(request: web.Request) -> bool:
     return request.transport is not None and not request.transport.is_closing()
 
 
-def _key(request: web.Request) -> str:
+def key_of(request: web.Request) -> str:
     """The key that a client sent, as OpenAI's clients send it or in one of `KEY_HEADERS`; empty without a key."""
     bearer = request.headers.get("authorization", "")
     if bearer[:7].lower() == "bearer ":

@@ -26,7 +26,7 @@ from service.agents.dialects.chat import CHAT
 from service.agents.dialects.dialect import MODEL, Dialect, Refused, openai_error
 from service.agents.dialects.messages import MESSAGES, read_to_count
 from service.agents.policy_calls import DIALECTS, PolicyCalls
-from service.agents.requests import NO_ROOM, STREAM, Requests
+from service.agents.requests import NO_ROOM, STREAM, Requests, key_of
 from service.agents.session import Outcome, Session
 from service.agents.sessions import Sessions
 from service.handoff.steps.values import NEEDED
@@ -184,15 +184,16 @@ class Endpoint:
                 503 if the buffer was not asked.
         """
         session: Session | None = None
+        sessions, key = self.requests.sessions, key_of(request)
         try:
             session = self.requests.managed(request)
         except Refused:
-            if not self.requests.finished_with(request):
+            if not sessions.finished_with(key):
                 raise
         async with self.requests.body(request) as raw:
             body = parse_body(raw)
         digest = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
-        before = self.requests.finished_with(request)
+        before = sessions.finished_with(key)
         if before not in ("", digest):
             raise Refused(409, None, "the session was finished with another body")
         if session is not None:
@@ -200,12 +201,12 @@ class Endpoint:
                 if not is_text(transcript := body.get("transcript", "")):
                     raise Refused(400, "transcript", "is a text")
                 session.end(_outcome(body), session.transcript or transcript)
-                self.requests.sessions.finished(session, digest)
+                sessions.finished(session, digest)
             await asyncio.wait({session.recorded})
             if session.recorded.cancelled():
                 raise Refused(NO_ROOM, None, "the buffer was not asked; send the request again")
             if not session.recorded.result():
-                self.requests.sessions.finished(session, "")
+                sessions.finished(session, "")
                 raise Refused(409, None, "the buffer wants no more of this trajectory")
         return web.json_response({})
 
