@@ -79,7 +79,7 @@ class World:
             f"generator-{number}": ray.remote(Holder).options(num_cpus=0, scheduling_strategy=at[number]).remote()
             for number in range(n_ranks, n_ranks + HOSTS)
         }
-        ray.get([holder.release_image.remote(-1) for holder in self.holders.values()])
+        ray.get([holder.hold_image.remote(-1, 0) for holder in self.holders.values()])
         self.trainer = TrainerGroup.of(config, self.ranks)
         self.trainer.nodes = nodes[:n_ranks]
         self.files = NodeImages(self.holders, self.trainer, config.weights.sync_deadline)
@@ -97,13 +97,12 @@ class World:
         start = time.monotonic()
 
         async def taken(name: str) -> None:
-            async with self.files.sources_for(name, weights) as sources:
-                if sources is None:
-                    raise ValueError(f"{name} has no weights")
+            if await self.files.sources_for(name, weights) is None:
+                raise ValueError(f"{name} has no weights")
 
-        async with self.files.spread(names, weights):
-            await asyncio.gather(*map(taken, names))
-            seconds = time.monotonic() - start
+        self.files.begin(names, weights)
+        await asyncio.gather(*map(taken, names))
+        seconds = time.monotonic() - start
         if self.files._failures != failures:
             raise ValueError(f"the hosts could not read with NIXL: {self.files._said}")
         return seconds

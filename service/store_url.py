@@ -1,25 +1,8 @@
 """Checks addresses of object stores, as in `run.store` or `baton run --resume`."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from urllib.parse import urlsplit
 
 SCHEMES = ("s3", "gs", "az", "abfss", "file")
-
-
-def is_store_url(word: str) -> bool:
-    """True if a word is the address of an object store, and not a path or a name."""
-    return "://" in word
-
-
-def in_a_store(path: str | Path) -> str | None:
-    """The error message for a command that needs a folder but was given the address of a store, possibly as a path
-    (`s3:/a/b`). None if `path` is not such an address."""
-    scheme, colon, _ = str(path).partition(":/")
-    if not colon or scheme not in SCHEMES:
-        return None
-    return f"{path}: a run in a store has no folder here; `baton run --resume` restores it"
 
 
 def store_url_problem(url: str) -> str | None:

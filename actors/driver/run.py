@@ -47,7 +47,7 @@ from service.run.preparing.resuming import changed_settings
 from service.run.records.log_file import log_into
 from service.run.records.progress import end_early
 from service.run.records.writer import RunWriter
-from service.store.uploads import Uploads, begin_uploads
+from service.store.uploads import Uploads
 
 UPLOAD_QUIET_SECONDS = 1.0
 """Seconds after which a line says that the last uploads are still in progress."""
@@ -124,7 +124,7 @@ def _run(
             uploads = None
             if (url := config.run.store) is not None:
                 step = None if manifest is None else manifest.step
-                uploads = begin_uploads(url, folder.path, step, kept, say)
+                uploads = Uploads(url, folder.path, step, kept, say)
         except UserError:
             if manifest is None:
                 shutil.rmtree(folder.path)

@@ -1,33 +1,22 @@
-"""Log filters for vLLM's harmless warnings: each function returns False for one warning, which drops it."""
+"""Harmless warnings of vLLM, by its loggers, and the filter that drops them."""
 
 from __future__ import annotations
 
-from logging import LogRecord
+import logging
 
 LOADS = "vllm.model_executor.models.utils"
+ROUNDED = "with dtype torch.float32 into parameter"
+"""A model folder may have float32 weights for an engine with a shorter type."""
 RELOADS = "vllm.model_executor.model_loader.reload.layerwise"
+ROTARY = "RotaryEmbedding: Failed to load weights"
+"""Rotary embeddings have no weights to load."""
+TIED_HEAD = "ParallelLMHead: Failed to load weights"
+"""An output head gets no weights if it is tied to the embedding."""
 ANSWERS = "vllm.v1.engine.async_llm"
-"""Names of vLLM's loggers: `LOADS` for loading weights, `RELOADS` for reloading layers, `ANSWERS` for answers of the
-engine core."""
+ENDED = "output_handler failed"
+"""At the end of the engine nobody waits for answers any more."""
 
 
-def not_of_rounding(record: LogRecord) -> bool:
-    """Return False for the warning that float32 weights are loaded into parameters of a shorter type; a model folder
-    may have float32 weights."""
-    return not (isinstance(record.args, tuple) and "torch.float32" in map(str, record.args[1:2]))
-
-
-def not_of_a_rotary_embedding(record: LogRecord) -> bool:
-    """Return False for the warning about rotary embeddings, which have no weights to load."""
-    return not str(record.args).endswith("RotaryEmbedding',)")
-
-
-def not_of_the_head(record: LogRecord) -> bool:
-    """Return False for the warning about the output head, which gets no weights if it is tied to the embedding."""
-    return record.args != ("ParallelLMHead",)
-
-
-def not_of_the_end(record: LogRecord) -> bool:
-    """Return False for the warning that the engine core gives no more answers, which vLLM logs after Baton has stopped
-    the core."""
-    return "output_handler failed" not in record.getMessage()
+def drop(logger: str, text: str) -> None:
+    """Let a logger drop the messages that contain a text."""
+    logging.getLogger(logger).addFilter(lambda record: text not in record.getMessage())

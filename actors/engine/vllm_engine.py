@@ -21,7 +21,6 @@ from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import lru_cache
-from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -30,7 +29,7 @@ import pydantic
 from pydantic_core import ErrorDetails
 
 from actors.engine.engine_load import EngineLoad, EngineTimes
-from actors.engine.expected_warnings import ANSWERS, not_of_the_end
+from actors.engine.expected_warnings import ANSWERS, ENDED, drop
 from actors.engine.vllm_arguments import OWNER_PID, EngineSettings, can_overflow, engine_arguments, on_gpu
 from actors.engine.vllm_arguments import engine_env as engine_env
 from actors.heap import freeze_heap
@@ -310,7 +309,7 @@ class VllmEngine:
         self._stopped = True
         llm, self._llm = self._llm, None
         if llm is not None:
-            getLogger(ANSWERS).addFilter(not_of_the_end)
+            drop(ANSWERS, ENDED)
             llm.shutdown(timeout=5)
             llm.shutdown = lambda timeout=None: None  # otherwise vLLM repeats its shutdown while Python ends, and fails
 

@@ -14,7 +14,6 @@ import signal
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from logging import getLogger
 from typing import Any
 
 import torch
@@ -34,13 +33,7 @@ from vllm.platforms import current_platform
 
 from actors.engine import text_models
 from actors.engine.cpu_lora import use_runs_of_rows
-from actors.engine.expected_warnings import (
-    LOADS,
-    RELOADS,
-    not_of_a_rotary_embedding,
-    not_of_rounding,
-    not_of_the_head,
-)
+from actors.engine.expected_warnings import LOADS, RELOADS, ROTARY, ROUNDED, TIED_HEAD, drop
 from actors.engine.vllm_arguments import OWNER_PID, PULL_BACKEND
 from actors.weights.cuda_ipc import IPC_BACKEND, Handle, rebuild_arguments
 from actors.weights.memory import OpenMemory
@@ -110,24 +103,9 @@ class PullInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     sources: list[Any]
 
 
-class LayerwiseEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
-    """Base class of vLLM weight transfer engines that reload the model layer by layer, with vLLM's own sharding and
-    layout."""
-
-    def start_weight_update(self) -> None:
-        """Give the layers the layout of a checkpoint again, so that weights can be loaded into them."""
-        if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
-            getLogger(RELOADS).addFilter(not_of_the_head)
-        initialize_layerwise_reload(self.model)
-
-    def finish_weight_update(self) -> None:
-        """Convert the loaded layers to the layout of vLLM's kernels again."""
-        finalize_layerwise_reload(self.model, self.model_config)
-        repack_for_cpu(self.model)
-
-
-class PullingEngine(LayerwiseEngine):
-    """Reads this worker's part of each parameter from the memory of the ranks, or from the image of this node."""
+class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
+    """Reads this worker's part of each parameter from the memory of the ranks, or from the image of this node. The
+    model is reloaded layer by layer, with vLLM's own sharding and layout."""
 
     init_info_cls = NoInitInfo
     update_info_cls = PullInfo
@@ -140,6 +118,12 @@ class PullingEngine(LayerwiseEngine):
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Do nothing: this transfer needs no set-up."""
+
+    def start_weight_update(self) -> None:
+        """Give the layers the layout of a checkpoint again, so that weights can be loaded into them."""
+        if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
+            drop(RELOADS, TIED_HEAD)
+        initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: PullInfo) -> None:
         """Load every parameter from the sources of `update_info`. Some layers read their parameters only in
@@ -159,7 +143,8 @@ class PullingEngine(LayerwiseEngine):
         Raises:
             WeightsGone: weights were replaced while they were read.
         """
-        super().finish_weight_update()
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack_for_cpu(self.model)
         self._check()
         self._close()
 
@@ -267,8 +252,8 @@ if current_platform.is_cpu():
     use_runs_of_rows()
     text_models.register()
 end_with_owner()
-getLogger(LOADS).addFilter(not_of_rounding)
-getLogger(RELOADS).addFilter(not_of_a_rotary_embedding)
+drop(LOADS, ROUNDED)
+drop(RELOADS, ROTARY)
 for backend, engine in (
     (PULL_BACKEND, PullingEngine),
     (IPC_BACKEND, IpcWeightEngine),

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.exceptions
@@ -23,7 +23,7 @@ from actors.calls import ACTOR_FAILED, CALL_SECONDS, RESTARTING, call, in_a_line
 from actors.deaths import kernel_kills, life_of
 from actors.observe.telemetry import RunTelemetry
 from actors.weights.delivery import Delivery
-from actors.weights.weight_source import TRAINER, WeightSource
+from actors.weights.weight_source import TRAINER
 from service.backoff import retried
 from service.config import RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
@@ -31,6 +31,9 @@ from service.errors import BatonError, ProcessLost, RunFailed, Starved, UserErro
 from service.run.liveness.host_memory import advice
 from service.run.liveness.supervisor import Supervisor
 from service.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from actors.trainer.group import TrainerGroup
 
 STOP_SECONDS = 10.0
 """Seconds that a generator may take to stop before its process is ended."""
@@ -51,7 +54,7 @@ class GeneratorPool:
         run: RunConfig,
         weights: WeightsConfig,
         generators: Sequence[Any],
-        trainer: WeightSource,
+        trainer: TrainerGroup,
         telemetry: RunTelemetry,
         say: Callable[[str], None],
         supervisor: Supervisor,

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.calls import ACTOR_FAILED, call, in_a_line, may_be_dropped
 from actors.weights.node_images import NodeImages
-from actors.weights.weight_source import PublishedWeights, TrainerLost, WeightSource
+from actors.weights.weight_source import PublishedWeights, TrainerLost
 from service.config import WeightsConfig
 from service.errors import RunFailed, WeightsGone
 from service.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from actors.trainer.group import TrainerGroup
 
 
 class Delivery:
@@ -26,7 +29,7 @@ class Delivery:
         self,
         config: WeightsConfig,
         generators: Mapping[str, Any],
-        source: WeightSource,
+        source: TrainerGroup,
         is_up: Callable[[str], bool],
         not_taken: Callable[[str, PolicyVersion, BaseException], None],
         source_failed: Callable[[TrainerLost], None],
@@ -118,9 +121,9 @@ class Delivery:
     async def _update_all(self, weights: PublishedWeights) -> float:
         start = time.monotonic()
         up = [name for name in self._generators if self._is_up(name)]
-        by_memory = self._config.transport == "memory"
-        async with self._images.spread(up if by_memory else (), weights):
-            await asyncio.gather(*(self.update(name) for name in up))
+        if self._config.transport == "memory":
+            self._images.begin(up, weights)
+        await asyncio.gather(*(self.update(name) for name in up))
         return time.monotonic() - start
 
     async def _pull(self, name: str, weights: PublishedWeights) -> None:
@@ -130,18 +133,17 @@ class Delivery:
             TrainerLost: the ranks do not hold the newest weights any more.
         """
         for tries_left in reversed(range(len(self._generators))):
-            async with self._images.sources_for(name, weights) as sources:
-                if sources is None:  # newer weights are about to be published
-                    return
-                try:
-                    return await self._take(name, weights.version, sources)
-                except WeightsGone as gone:
-                    if sources is weights.sources:
-                        why = f"{name} finds no weights of version {weights.version} ({in_a_line(gone)})"
-                        raise TrainerLost(why) from gone
-                    self._images.forget(name)
-                    if not tries_left:
-                        raise
+            if (sources := await self._images.sources_for(name, weights)) is None:
+                return  # newer weights are about to be published
+            try:
+                return await self._take(name, weights.version, sources)
+            except WeightsGone as gone:
+                if sources is weights.sources:
+                    why = f"{name} finds no weights of version {weights.version} ({in_a_line(gone)})"
+                    raise TrainerLost(why) from gone
+                self._images.forget(name)
+                if not tries_left:
+                    raise
 
     async def _take(self, name: str, version: PolicyVersion, data: Any, checksum: int = 0) -> None:
         update, within = self._generators[name].update_weights, self._config.sync_deadline

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.calls import ACTOR_FAILED, call, first_error
 from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.part import Source, WeightBucket, WeightPart
-from actors.weights.weight_source import PublishedWeights, WeightSource
+from actors.weights.weight_source import PublishedWeights
 from service.errors import BatonError, Starved
+
+if TYPE_CHECKING:
+    from actors.trainer.group import TrainerGroup
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +53,6 @@ class NodeImage:
     """Name of the generator that writes and holds the image."""
     generator: Any
     """The actor of the generator `holder`; kept even after the generator has left."""
-    number: int
-    users: int = 1
     path: str | None = None
     """The path from which engines load the image. If it is None after `arrived` was set, and there is no `error`, then
     there are newer weights."""
@@ -64,13 +63,12 @@ class NodeImage:
 
 
 class NodeImages:
-    """Lets one generator on each node fill the node's image of the weights, and release the image when no engine needs
-    it any more."""
+    """Lets one generator on each node fill the node's image of the weights."""
 
     def __init__(
         self,
         generators: Mapping[str, Any],
-        trainer: WeightSource,
+        trainer: TrainerGroup,
         deadline: float,
         sent: Callable[[int], None] = lambda n_bytes: None,
     ) -> None:
@@ -79,7 +77,6 @@ class NodeImages:
         self._node_of: dict[str, str] = {}
         self._held: dict[str, NodeImage] = {}
         """The newest image of each node, by node."""
-        self._numbers = count()
         self._failures = 0
         """How many of the newest publications, without a success in between, NIXL did not bring to all nodes."""
         self._said = ""
@@ -95,65 +92,42 @@ class NodeImages:
         """Return the node of a generator that has started."""
         return self._node_of[name]
 
-    @asynccontextmanager
-    async def spread(self, names: Sequence[str], weights: PublishedWeights) -> AsyncIterator[None]:
-        """Begin to send weights to the nodes of these generators, except a node with all ranks. The nodes' images of
-        these weights are held until the `with` block ends."""
+    def begin(self, names: Sequence[str], weights: PublishedWeights) -> None:
+        """Begin to send weights to the nodes of these generators, except a node with all ranks."""
         lacking = [name for name in reversed(names) if not self._is_beside(name, weights)]
-        one_a_node = {self._node_of[name]: name for name in lacking}
-        all_held = self._begin(list(one_a_node.values()), weights)
-        try:
-            yield
-        finally:
-            await asyncio.gather(*(self._let_go(held) for held in all_held))
+        self._begin(list({self._node_of[name]: name for name in lacking}.values()), weights)
 
     def _is_beside(self, name: str, weights: PublishedWeights) -> bool:
         """Return whether a generator is on the host of every rank that holds a part."""
         nodes = {self._trainer.nodes[rank] for rank, source in enumerate(weights.sources) if source.part.spans}
         return nodes == {self._node_of[name]}
 
-    @asynccontextmanager
-    async def sources_for(self, name: str, weights: PublishedWeights) -> AsyncIterator[Sequence[Source] | None]:
-        """Yield the sources from which a generator reads these weights.
-
-        The sources are the memory of the ranks if all ranks are on the generator's node; otherwise the image of the
-        node, which is held until the `with` block ends. None: the trainer has newer weights.
-        """
+    async def sources_for(self, name: str, weights: PublishedWeights) -> Sequence[Source] | None:
+        """Return the sources from which a generator reads these weights: the memory of the ranks if all ranks are on
+        the generator's node, otherwise the image of the node. None: there are newer weights."""
         if self._is_beside(name, weights):
-            yield weights.sources
-            return
-        held = await self._hold(name, weights)
-        try:
-            yield None if held.path is None else [_whole(held)]
-        finally:
-            await self._let_go(held)
+            return weights.sources
+        while True:
+            held = self._held.get(self._node_of[name])
+            if held is not None and held.weights.version > weights.version:
+                return None
+            if held is None or held.weights is not weights:
+                (held,) = self._begin([name], weights)
+            await held.arrived.wait()
+            if held.error is None:
+                whole = WeightPart(((0, sum(weights.sizes)),))
+                return None if held.path is None else [Source(whole, held.path, stays=True)]
+            if held.holder == name or not isinstance(held.error, ACTOR_FAILED):
+                raise held.error
 
     def forget(self, name: str) -> None:
         """Forget the image on the node of the generator `name`, which could not open the image because the generator
         that held it has ended."""
         self._held.pop(self._node_of[name], None)
 
-    async def _hold(self, name: str, weights: PublishedWeights) -> NodeImage:
-        while True:
-            held = self._held.get(self._node_of[name])
-            if held is None or held.weights is not weights:
-                (held,) = self._begin([name], weights)
-            else:
-                held.users += 1
-            try:
-                await held.arrived.wait()
-            except asyncio.CancelledError:
-                await self._let_go(held)
-                raise
-            if held.error is None:
-                return held
-            if held.holder == name or not isinstance(held.error, ACTOR_FAILED):
-                raise held.error
-
     def _begin(self, names: Sequence[str], weights: PublishedWeights) -> list[NodeImage]:
-        """Begin to send weights to the nodes of these generators, with one generator per node as holder. Each image
-        begins with one user, the caller."""
-        begun = [NodeImage(weights, name, self._generators[name], next(self._numbers)) for name in names]
+        """Begin to send weights to the nodes of these generators, which become the holders of the images."""
+        begun = [NodeImage(weights, name, self._generators[name]) for name in names]
         self._held |= {self._node_of[held.holder]: held for held in begun}
         if begun:
             task = asyncio.ensure_future(self._send(weights, begun))
@@ -175,10 +149,8 @@ class NodeImages:
                 held.error = error
         for held in begun:
             if held.error is not None:
-                self._forget(held)  # now: a caller that retries before the release would get the same error
+                self._held = {node: other for node, other in self._held.items() if other is not held}
             held.arrived.set()
-        unused = [held for held in begun if held.error is not None or not held.users]
-        await asyncio.gather(*(self._release(held) for held in unused))
 
     async def _read(self, weights: PublishedWeights, begun: Sequence[NodeImage]) -> list[NodeImage]:
         """Let generators read images from the ranks with NIXL; returns the images that have to be sent."""
@@ -199,7 +171,7 @@ class NodeImages:
     async def _read_one(self, held: NodeImage, remotes: Sequence[RemoteMemory]) -> str:
         """Let a generator read an image; returns the reason if NIXL fails."""
         within = self._deadline / TRIES
-        arguments = held.number, held.weights.version.pack(), held.weights.sources, remotes, within
+        arguments = held.weights.version.pack(), held.weights.sources, remotes, within
         try:
             read = await call(held.generator.read_image, *arguments, who=held.holder, within=2 * within)
             held.path, reason = read
@@ -218,14 +190,14 @@ class NodeImages:
             Replaced: the trainer has newer weights.
             TrainerLost: a rank does not answer.
         """
-        at_once, within = asyncio.Semaphore(AT_ONCE), self._deadline / TRIES
+        at_once, within, version = asyncio.Semaphore(AT_ONCE), self._deadline / TRIES, weights.version.pack()
 
         async def write(held: NodeImage, bucket: WeightBucket, message: Any) -> None:
             try:
                 if held.path is None:
-                    of = held.number, weights.version.pack(), sum(weights.sizes)
+                    of = version, sum(weights.sizes)
                     held.path = await call(held.generator.hold_image, *of, who=held.holder, within=within)
-                await call(held.generator.write_image, held.number, bucket, message, who=held.holder, within=within)
+                await call(held.generator.write_image, version, bucket, message, who=held.holder, within=within)
             except ACTOR_FAILED as error:
                 held.error = error
 
@@ -243,23 +215,3 @@ class NodeImages:
                         sending.create_task(send(rank, start, min(start + BUCKET_BYTES, n_bytes)))
         except BaseExceptionGroup as group:
             raise first_error(group) from group
-
-    async def _let_go(self, held: NodeImage) -> None:
-        held.users -= 1
-        if not held.users and held.arrived.is_set() and held.error is None:
-            await self._release(held)
-
-    def _forget(self, held: NodeImage) -> None:
-        self._held = {node: other for node, other in self._held.items() if other is not held}
-
-    async def _release(self, held: NodeImage) -> None:
-        self._forget(held)
-        if (holder := self._generators.get(held.holder)) is None:
-            return  # it has left, and its images with it
-        with suppress(*ACTOR_FAILED):  # the image is gone with its holder
-            await call(holder.release_image, held.number, who=held.holder)
-
-
-def _whole(held: NodeImage) -> Source:
-    """Return a node's image as the source of the whole file."""
-    return Source(WeightPart(((0, sum(held.weights.sizes)),)), held.path or "", stays=True)

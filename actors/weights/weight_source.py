@@ -1,13 +1,10 @@
-"""The interface through which the code that sends weights to the engines uses the trainer's ranks."""
+"""What the code that sends weights to the engines gets from the trainer's ranks (`actors.trainer.group`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from actors.weights.nixl_reads import RemoteMemory
-from actors.weights.part import Source, WeightBucket
+from actors.weights.part import Source
 from service.errors import BatonError
 from service.types import PolicyVersion
 
@@ -39,27 +36,3 @@ class PublishedWeights:
     def sizes(self) -> list[int]:
         """Return the number of bytes of each rank's part."""
         return [source.part.n_bytes for source in self.sources]
-
-
-class WeightSource(Protocol):
-    """The methods of `actors.trainer.group.TrainerGroup` that concern weights; each raises `TrainerLost` if a rank
-    fails."""
-
-    @property
-    def nodes(self) -> Sequence[str]:
-        """Return the id of each rank's node."""
-
-    async def remotes(self) -> list[tuple[RemoteMemory | None, str]]:
-        """Let generators of other hosts read each rank's part of the weights. Returns for each rank its memory and an
-        empty text, or None and the reason why NIXL cannot be used."""
-
-    async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any] | None:
-        """Return the description of a rank's bytes from `start` to `stop`, and a Ray reference to the bytes; None if
-        the rank has newer weights."""
-
-    async def ipc_handles(self, number: int, version: PolicyVersion) -> tuple[bytes, int] | None:
-        """Return an announcement with memory handles of a rank's weights, and the announcement's checksum.
-
-        `number`: the number of the rank. The handles are for one update of the engine on the rank's GPU. None: the
-        rank has newer weights.
-        """

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 
 from service.errors import UserError
 from service.files import LOCK, lock_folder, write_atomic
-from service.store_url import in_a_store
 
 if TYPE_CHECKING:  # `baton status` does not load pydantic
     from service.config import ModelConfig
@@ -125,8 +124,9 @@ def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserEr
     would accept, as in "a URL, "."""
     near = difflib.get_close_matches(Path(run).name, [file.parent.name for file in runs.glob(f"*/{CONFIG}")], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    text = f"{run}: neither {besides}a run folder (with {CONFIG}) nor the name of a run in {runs}/{hint}"
-    return UserError(in_a_store(run) or text)
+    if ":/" in str(run):
+        hint = "; only `baton run --resume` reads a run from a store"
+    return UserError(f"{run}: neither {besides}a run folder (with {CONFIG}) nor the name of a run in {runs}/{hint}")
 
 
 def runs_folder(directory: Path) -> Path:

@@ -1,83 +1,63 @@
-"""The interface to an object store: reads and writes whole objects by name, below the address of one run."""
+"""The objects of one run in an object store, by their names below the run's address, and the checkpoints among them."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
+import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from service.errors import StoreFailed, UserError
+from service.files import write_atomic
+from service.run.folder import STORE_MARK
 from service.store_url import store_url_problem
 
-CHUNK_BYTES = 16 << 20
-"""Bytes above which an object is uploaded in parts, and minimum bytes of a part (larger objects have larger parts,
-because S3 accepts at most 10,000 parts)."""
-PARTS_AT_ONCE = 8
-ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
-"""Environment variables that give the address of a server other than Amazon's."""
-ANSWERS = {
-    "NoSuchBucket": "there is no such bucket",
-    "AccessDenied": "the credentials do not permit it",
-    "InvalidAccessKeyId": "the store does not know the access key of the environment",
-    "SignatureDoesNotMatch": "the secret key of the environment is wrong",
-    "ExpiredToken": "the credentials of the environment have expired",
-    "Unable to canonicalize filesystem root": "there is no such folder",
-    "169.254.169.254": "the environment has no credentials for it, and this machine has no role",
-}
-"""What the library's messages contain, and what that means."""
-
-
-def open_store(url: str, create: bool = False, within: float = 20.0) -> Objects:
-    """Open the store at an address; no request is sent yet. `create`: create a local folder that is missing. `within`:
-    seconds for which a request that fails is repeated.
-
-    Raises:
-        UserError: the address is malformed, or the package for object stores is missing.
-    """
-    if problem := store_url_problem(url):
-        raise UserError(f"run.store: {problem}")
-    if find_spec("obstore") is None:
-        raise UserError("run.store: the package obstore is not installed: pip install 'baton-rl[store]'")
-    try:
-        return Objects(url, create, within)
-    except StoreFailed as error:
-        raise UserError(f"run.store: {error}") from None
+PART_BYTES = 32 << 20
+"""Bytes of the parts in which larger objects are uploaded; S3 accepts at most 10,000 parts of an object."""
 
 
 class Objects:
     """The objects below an address of an object store. The library obstore reads credentials and endpoint from
-    environment variables.
+    environment variables, and repeats requests that fail.
 
     Every method raises `StoreFailed` if its request fails.
     """
 
-    def __init__(self, url: str, create: bool, within: float) -> None:
+    def __init__(self, url: str, within: float = 20.0) -> None:
+        """Open the store; no request is sent yet. `within`: seconds for which a request that fails is repeated.
+
+        Raises:
+            UserError: the address is malformed, or the package for object stores is missing.
+        """
+        if problem := store_url_problem(url):
+            raise UserError(f"run.store: {problem}")
+        if find_spec("obstore") is None:
+            raise UserError("run.store: the package obstore is not installed: pip install 'baton-rl[store]'")
         import obstore
         from obstore.store import from_url
 
         self.url = url.rstrip("/")
         self._obstore: Any = obstore
-        client = {"timeout": "120s", "connect_timeout": "10s"}
-        if any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS):  # a server of the local network
-            client["allow_http"] = True  # type: ignore[assignment]
-        retries = {"max_retries": max(2, round(within / 10)), "retry_timeout": timedelta(seconds=within)}
+        options: dict[str, Any] = {"mkdir": True}
+        if not url.startswith("file:"):
+            retries = {"max_retries": max(2, round(within / 10)), "retry_timeout": timedelta(seconds=within)}
+            client = {"timeout": "120s", "connect_timeout": "10s", "allow_http": True}
+            options = {"client_options": client, "retry_config": retries}
         with self._named("opening it"):
-            remote = {"client_options": client, "retry_config": retries}
-            options: dict[str, Any] = {"mkdir": create} if url.startswith("file:") else remote
             self._store = from_url(self.url, **options)
 
-    def put(self, name: str, chunks: Iterable[bytes], size: int) -> None:
-        """Write an object of `size` bytes; the object appears either completely or not at all."""
-        part = max(CHUNK_BYTES, -(-size // 9_000))
-        in_parts = size > part
+    def put(self, name: str, file: BinaryIO) -> int:
+        """Write an object, which appears either completely or not at all. Returns its size in bytes."""
         with self._named(f"writing {name}"):
-            data = iter(chunks) if in_parts else b"".join(chunks)
-            options = {"use_multipart": in_parts, "chunk_size": part, "max_concurrency": PARTS_AT_ONCE}
-            self._obstore.put(self._store, name, data, **options)
+            self._obstore.put(self._store, name, file, chunk_size=PART_BYTES, max_concurrency=8)
+        return file.tell()
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object, unless there is one of that name. Returns True if the object has these bytes now."""
@@ -93,22 +73,20 @@ class Objects:
     def get(self, name: str) -> Iterator[bytes]:
         """Yield the bytes of an object in chunks."""
         with self._named(f"reading {name}"):
-            for chunk in self._obstore.get(self._store, name).stream(min_chunk_size=CHUNK_BYTES):
+            for chunk in self._obstore.get(self._store, name).stream(min_chunk_size=PART_BYTES):
                 yield bytes(chunk)
 
-    def sizes(self) -> dict[str, int]:
-        """For each object in the store, its size in bytes."""
+    def names(self) -> list[str]:
+        """The names of all objects in the store."""
         with self._named("listing it"):
-            return {found["path"]: found["size"] for batch in self._obstore.list(self._store) for found in batch}
+            return [found["path"] for batch in self._obstore.list(self._store) for found in batch]
 
-    def delete(self, names: list[str]) -> None:
-        """Delete objects; names without an object are ignored."""
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects one after the other; names without an object are ignored."""
         with self._named("deleting"):
             for name in names:
-                try:
+                with suppress(FileNotFoundError):
                     self._obstore.delete(self._store, name)
-                except FileNotFoundError:
-                    continue
 
     @contextmanager
     def _named(self, doing: str) -> Iterator[None]:
@@ -119,6 +97,49 @@ class Objects:
         try:
             yield
         except (BaseError, OSError, ValueError) as error:
-            first = re.sub(r"//\S*@|\?\S*", "", str(error).partition("\n")[0]).removeprefix("Generic S3 error: ")
-            reason = next((means for part, means in ANSWERS.items() if part in str(error)), first[:200])
+            reason = re.sub(r"//\S*@|\?\S*", "", str(error).partition("\n")[0])[:200]
+            if code := re.search(r"<Code>(\w+)</Code>", str(error)):
+                reason = code[1]
+            elif "//169.254.169.254/" in reason:  # where the library asks for the credentials of a machine's role
+                reason = "the environment has no credentials for it, and this machine has no role"
             raise StoreFailed(f"{self.url}: {doing}: {reason}") from None
+
+
+class StoredManifest(BaseModel):
+    """The manifest of a checkpoint in the store, written when all files are there with which the run continues."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    run: str
+    """The id of the run; the run's folder has it, too."""
+    upload: str
+    """The id of the upload; processes that upload the same step write different objects."""
+
+    @classmethod
+    def read(cls, objects: Objects, step: int) -> Self:
+        """Read the manifest of a step; raises UserError if it is damaged, or of another version of Baton."""
+        name = manifest_name(step)
+        try:
+            return cls.model_validate_json(b"".join(objects.get(name)))
+        except ValidationError as error:
+            raise UserError(f"{objects.url}: {name} is damaged ({error.errors()[0]['msg']}); delete it there") from None
+
+
+def manifest_name(step: int) -> str:
+    """The name of the manifest of a step's checkpoint."""
+    return f"step_{step}/manifest.json"
+
+
+def stored_steps(names: Iterable[str]) -> list[int]:
+    """The steps of all checkpoints that have a manifest in the store, newest first. `names`: the store's objects."""
+    found = (re.fullmatch(r"step_([0-9]{1,18})/manifest\.json", name) for name in names)
+    return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def run_id(folder: Path, run: str | None = None) -> str:
+    """The id of the run in a folder. A folder without one gets the id `run`, or a new one if that is None."""
+    file = folder / STORE_MARK
+    if run is not None or not file.exists():
+        write_atomic(file, json.dumps({"run": run or uuid.uuid4().hex}) + "\n")
+    return str(json.loads(file.read_bytes())["run"])

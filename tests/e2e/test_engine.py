@@ -23,13 +23,11 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 from actors.engine.engine_load import EngineLoad
 from actors.engine.vllm_engine import VllmEngine, WeightUpdate, engine_env
 from actors.generator.group_limit import GroupLimit
-from actors.weights.image import Image
-from actors.weights.part import WeightBucket
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling, validate_generation
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import at
+from tests.pure.actors.fakes import at, image_of
 
 pytestmark = pytest.mark.slow
 
@@ -110,9 +108,8 @@ class Observed(VllmEngine):
     async def update_weights(self, version: PolicyVersion, data: Any, checksum: int) -> WeightUpdate:
         if isinstance(data, list) or self._config.weights.transport != "memory":
             return await super().update_weights(version, data, checksum)
-        image = Image(version.pack(), len(data))
+        image = image_of(data, version.pack())
         try:
-            image.write(WeightBucket(((0, len(data)),), checksum), data)
             return await super().update_weights(version, at(image.path, len(data)), 0)
         finally:
             image.close()

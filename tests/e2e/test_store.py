@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from service.store.manifest import stored_steps
-from service.store.objects import open_store
+from service.store.objects import Objects, stored_steps
 from tests.e2e.conftest import Drive
 from tests.e2e.test_adapter_resume import SETTINGS, same_history
 from tests.s3_server import BUCKET, flaky_s3_server
@@ -37,13 +36,13 @@ def test_killed_with_its_disk_a_run_goes_on_from_s3_with_the_history_of_the_unin
     with flaky_s3_server(share=0.0) as (environment, flaky):
         for name, value in {**environment, "AWS_ENDPOINT_URL": f"http://{flaky.server}"}.items():
             monkeypatch.setenv(name, value)
-        store = open_store(URL)
+        store = Objects(URL)
         monkeypatch.setenv("AWS_ENDPOINT_URL", environment["AWS_ENDPOINT_URL"])
         killed = drive([*SHORT, f"run.dir={tmp_path / 'first'}", f"run.store={URL}"])
         killed.folder = tmp_path / "first" / "quickstart"
         killed.until("run folder: ")
         flaky.share = SHARE
-        killed.until_true(lambda: max(stored_steps(store.sizes()), default=0) >= 2, "a checkpoint in the store")
+        killed.until_true(lambda: max(stored_steps(store.names()), default=0) >= 2, "a checkpoint in the store")
         killed.kill()
         shutil.rmtree(killed.folder, ignore_errors=True)
 
@@ -53,7 +52,7 @@ def test_killed_with_its_disk_a_run_goes_on_from_s3_with_the_history_of_the_unin
         resumed.until("resuming after step")
         flaky.share = SHARE
         resumed.finish()
-        assert stored_steps(store.sizes())[0] == STEPS
+        assert stored_steps(store.names())[0] == STEPS
         final = json.loads(b"".join(store.get("summary.json")))
         weights = resumed.folder / "final" / "model.safetensors"
         assert b"".join(store.get("final/model.safetensors")) == weights.read_bytes()

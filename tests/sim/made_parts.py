@@ -320,8 +320,8 @@ class SimHub(Living):
 
 def free_images(holder: ImageHolder | None) -> None:
     """The memory of a dead process is free."""
-    for image in [] if holder is None else holder._images.values():
-        image.close()
+    if holder is not None:
+        holder._memory.close()
 
 
 def end_of_this_process(actors: dict[str, MadeActor], code: int) -> None:

@@ -27,7 +27,6 @@ from service.run.folder import (
     is_run_folder,
     warmed_model,
 )
-from service.store_url import in_a_store
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,6 @@ def eval_target(path: Path) -> EvalTarget:
             raise UserError(f"{path}: there is no checkpoint of step {step}; nearest: {_listed(run, int(step))}")
         return EvalTarget(path, run.parent, None, int(step))
     if not path.exists():
-        if problem := in_a_store(path):
-            raise UserError(problem)
         raise UserError(f"{path}: there is no such folder; give a model, a run or a checkpoint of one")
     raise UserError(f"{path}: no model (config.json), no run folder (config.yaml) and no checkpoint ({MANIFEST})")
 

@@ -29,7 +29,6 @@ from service.run.folder import (
     lock_run,
     no_such_run,
 )
-from service.store_url import is_store_url
 
 Load = Callable[[Path], Config]
 """A function that reads the configuration of a run; settings on the command line override the file."""
@@ -48,7 +47,7 @@ def folder_to_resume(
     def loaded(*files: Path) -> Config:
         return load([*files, *configs], overrides).config
 
-    if is_store_url(run):
+    if "://" in run:
         return from_store(run, loaded, None), [*overrides, f"run.store={run}"]
     folder = find_run(run)
     if folder is None and configs and (store := loaded().run.store) is not None:

@@ -33,23 +33,14 @@ from service.run.folder import SUMMARY, TARGETS, warmed_model, write_address
 from service.run.liveness.supervisor import Life, Supervisor
 from service.run.preparing.inputs import Prepared
 from service.run.records.writer import RunWriter
-from tests.pure.actors.fakes import Method
+from tests.pure.actors.fakes import Method, answering
 
 FRUITLESS = "591 groups finished, all filtered: every return was 0.0"
 MEASURED = {"reward/avg_raw_reward": 0.5, "async/staleness_mean": 0.0, "generate/batch_padded_seq_len": 8.0}
 LEASED = LeasedBatch(0, MEASURED, (), [], [])
 
 
-def answering(answer: Any = None) -> Callable[..., Any]:
-    """A coroutine function that gives the same answer to every call; of a list, one element a call."""
-
-    async def answers(*_: Any) -> Any:
-        return answer.pop(0) if isinstance(answer, list) else answer
-
-    return answers
-
-
-LIVES = Method(answering(Life("a process", is_set_up=True)))
+LIVES = answering(Life("a process", is_set_up=True))
 URL = "http://127.0.0.1:9400"
 PUSH = SimpleNamespace(remote=lambda *_: None)
 
@@ -59,8 +50,8 @@ def cluster_of(folder: Path, buffer: dict[str, Any], trainer: dict[str, Any]) ->
     folder.mkdir(parents=True, exist_ok=True)
     write_address(folder, URL)
     return Cluster(
-        hub=SimpleNamespace(start=Method(answering(URL)), push=PUSH, life=LIVES),
-        buffer=SimpleNamespace(life=LIVES, **{name: Method(answering(answer)) for name, answer in buffer.items()}),
+        hub=SimpleNamespace(start=answering(URL), push=PUSH, life=LIVES),
+        buffer=SimpleNamespace(life=LIVES, **{name: answering(answer) for name, answer in buffer.items()}),
         generators=(),
         place=answering(None),
         trainer=SimpleNamespace(named={}, **trainer),  # type: ignore[arg-type]
@@ -158,7 +149,7 @@ def test_every_process_of_a_run_is_asked_whether_it_lives_scorers_included(tmp_p
             asked.add(name)
             return Life(name, is_set_up=True)
 
-        return SimpleNamespace(life=Method(life), ready=Method(answering()), **methods)
+        return SimpleNamespace(life=Method(life), ready=answering(), **methods)
 
     async def weights(*_: Any) -> None:
         while len(asked) < 6:
@@ -170,8 +161,8 @@ def test_every_process_of_a_run_is_asked_whether_it_lives_scorers_included(tmp_p
     )
     cluster = replace(
         cluster_of(tmp_path / "run", {}, {}),
-        hub=asks("metrics-hub", start=Method(answering(URL)), push=PUSH),
-        buffer=asks("buffer", join=Method(answering(1))),
+        hub=asks("metrics-hub", start=answering(URL), push=PUSH),
+        buffer=asks("buffer", join=answering(1)),
         trainer=trainer,
         scorers={name: asks(name) for name in ("scorer-judge-0", "scorer-judge-1")},
     )

@@ -87,4 +87,8 @@ def test_adapters_of_a_mixture_of_experts_are_for_gpu_engines(model: Path, monke
     with pytest.raises(UserError, match=r"model\.lora: .*experts.* GPU"):
         engine_arguments(EngineSettings.of(attention), model)
     monkeypatch.setattr(arguments_module, "on_gpu", lambda: True)
-    assert engine_arguments(EngineSettings.of(attention), model)["enable_lora"]
+    for records in (True, False):
+        settings = [f"generator.record_experts={str(records).lower()}"]
+        config = load_config([QUICKSTART], ["model.lora.targets=[q_proj]", "model.dtype=bfloat16", *settings])
+        arguments = engine_arguments(EngineSettings.of(config), model)
+        assert arguments["enable_lora"] and arguments["enable_return_routed_experts"] is records

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,16 +20,14 @@ from safetensors.torch import save
 
 import actors.engine.vllm_engine
 from actors.engine.vllm_engine import VllmEngine
-from actors.weights.image import Image
-from actors.weights.memory import OpenMemory
+from actors.weights.memory import WeightMemory
 from actors.weights.part import Source
 from actors.weights.policy_tensors import ADAPTER_ID, PolicySize, adapter_shapes, encode_announcement
 from actors.weights.pulled import file_of
 from service.config import Config, LoraConfig, WeightsConfig
 from service.errors import RunFailed, WeightsGone
-from service.rollout.engine import Sampling
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import at, file_at, image_of
+from tests.pure.actors.fakes import at, image_of, until
 
 WEIGHTS = {"w": torch.arange(6.0).view(2, 3)}
 LOADED = ["pause", "start", "load", "finish", "label 1:1", "resume"]
@@ -129,6 +127,17 @@ def engine(tmp_path: Path) -> VllmEngine:
     return engine_of(tmp_path)
 
 
+IMAGES: list[WeightMemory] = []
+"""Those that `imaged` made, closed in the end."""
+
+
+@pytest.fixture(autouse=True)
+def images() -> Iterator[None]:
+    yield
+    while IMAGES:
+        IMAGES.pop().close()
+
+
 def engine_of(folder: Path, **weights: Any) -> VllmEngine:
     """Serves 1.0 to begin with; its policy has 6 numbers."""
     engine = VllmEngine(Config(weights=WeightsConfig(**weights)), folder)
@@ -140,17 +149,6 @@ def engine_of(folder: Path, **weights: Any) -> VllmEngine:
 def llm_of(engine: VllmEngine) -> FakeVllm:
     assert isinstance(engine._llm, FakeVllm)
     return engine._llm
-
-
-@pytest.fixture(autouse=True)
-def images() -> Iterator[list[Image]]:
-    """Those that `sent` made, closed in the end."""
-    yield IMAGES
-    while IMAGES:
-        IMAGES.pop().close()
-
-
-IMAGES: list[Image] = []
 
 
 def saved(value: float = 0.0) -> bytes:
@@ -174,24 +172,17 @@ def files_open() -> int:
     return opened - len(IMAGES)
 
 
-async def test_an_update_is_checked_before_the_pause_and_labelled_before_the_resumption(engine: VllmEngine) -> None:
-    llm = llm_of(engine)
-    update = await engine.update_weights(NEW, *sent())
-    assert llm.did == LOADED
-    assert llm.loaded == [saved()]
-    assert (engine.serving, update.bytes) == (NEW, len(saved()))
-    assert files_open() == 0
-
-
 @pytest.mark.parametrize(("kv_cache", "clear_cache"), [("recompute", True), ("keep", False)])
-async def test_requests_stay_and_their_cache_is_cleared_or_kept_as_configured(
+async def test_an_update_is_labelled_before_requests_go_on_and_their_cache_is_cleared_or_kept_as_configured(
     tmp_path: Path, kv_cache: str, clear_cache: bool
 ) -> None:
     engine = engine_of(tmp_path, kv_cache=kv_cache)
     preempted: list[list[str]] = []
     recorder = SimpleNamespace(preempted_by_update=lambda: preempted.append(list(llm_of(engine).did)))
     engine._recorder = recorder  # type: ignore[assignment]
-    await engine.update_weights(NEW, *sent())
+    update = await engine.update_weights(NEW, *sent())
+    assert (engine.serving, update.bytes, files_open()) == (NEW, len(saved()), 0)
+    assert (llm_of(engine).did, llm_of(engine).loaded) == (LOADED, [saved()])
     assert llm_of(engine).modes == [("keep", clear_cache)]
     assert engine._salt == (None if clear_cache else str(NEW.pack()))
     # cleared caches preempt every request, which is said before the first of them runs again
@@ -277,9 +268,8 @@ async def test_weights_that_are_replaced_while_an_engine_loads_leave_it_paused_f
     llm.failing = {"load": 2}
 
     async def replaced() -> None:
-        while "load" not in llm.did:
-            await asyncio.sleep(0)
-        memory = IMAGES[-1].memory  # as a rank replaces what is in one of its buffers
+        await until(lambda: "load" in llm.did)
+        memory = IMAGES[-1]  # as a rank replaces what is in one of its buffers
         memory.octets().numpy()[:] = np.frombuffer(saved(2.0), np.uint8)
         memory.mark(newer.pack())
 
@@ -293,37 +283,26 @@ async def test_weights_that_are_replaced_while_an_engine_loads_leave_it_paused_f
     assert (llm.loaded[-1], llm.did[-2:], engine.serving) == (saved(2.0), ["label 1:2", "resume"], newer)
 
 
-@pytest.mark.parametrize("part", ["pause", "load", "resume"])
-async def test_a_core_that_dies_amid_an_update_is_said_though_it_never_answers(
-    engine: VllmEngine, part: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("part", "end", "why"),
+    [
+        *((part, lambda engine: setattr(engine._llm, "errored", True), "core died") for part in ("pause", "load")),
+        ("resume", VllmEngine.stop, "is stopped"),
+    ],
+)
+async def test_an_engine_that_dies_or_is_stopped_amid_an_update_says_so_though_its_core_never_answers(
+    engine: VllmEngine, part: str, end: Callable[[VllmEngine], None], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actors.engine.vllm_engine, "CHECK_SECONDS", 0.01)
     llm = llm_of(engine)
     llm.silent = part
     updating = asyncio.ensure_future(engine.update_weights(NEW, *sent()))
-    while part not in llm.did:
-        await asyncio.sleep(0.005)
+    await until(lambda: part in llm.did)
     assert not (await asyncio.wait([updating], timeout=0.05))[0], "it may yet answer"
-    llm.errored = True
-    with pytest.raises(RunFailed, match="the engine core died"):
-        await asyncio.wait_for(updating, 60)
-    assert files_open() == 0
-
-
-async def test_an_update_of_an_engine_that_is_stopped_ends_at_once(
-    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(actors.engine.vllm_engine, "CHECK_SECONDS", 0.01)
-    llm = llm_of(engine)
-    llm.silent = "load"
-    updating = asyncio.ensure_future(engine.update_weights(NEW, *sent()))
-    while "load" not in llm.did:
-        await asyncio.sleep(0.005)
-    engine.stop()
-    with pytest.raises(RunFailed, match="the engine is stopped"):
-        await asyncio.wait_for(updating, 60)
-    with pytest.raises(RunFailed, match="the engine is stopped"):
-        await engine.update_weights(NEW, *sent())
+    end(engine)
+    for update in (updating, engine.update_weights(NEW, *sent())):
+        with pytest.raises(RunFailed, match=why):
+            await asyncio.wait_for(update, 60)
     assert files_open() == 0
 
 
@@ -350,16 +329,6 @@ async def test_what_a_trainer_shares_is_checked_and_its_handles_reach_the_worker
     assert update.bytes == 12
     (info,) = llm_of(engine).infos
     assert info == message
-
-
-async def test_an_engine_that_is_not_started_is_a_bug_to_ask(tmp_path: Path) -> None:
-    engine = engine_of(tmp_path)
-    engine._llm = None
-    with pytest.raises(RuntimeError, match="not started"):
-        await engine.update_weights(NEW, *sent())
-    with pytest.raises(RuntimeError, match="not started"):
-        await engine.generate(np.ones(3, np.int32), Sampling(max_tokens=2), "r")
-    assert (engine.running, files_open()) == (0, 0)
 
 
 A, B = "base_model.model.layers.0.mlp.up_proj.lora_A.weight", "base_model.model.layers.0.mlp.up_proj.lora_B.weight"
@@ -435,9 +404,3 @@ async def test_an_adapter_that_some_workers_may_lack_is_loaded_again_or_the_engi
     with pytest.raises(RunFailed, match="not loaded in 2 tries"):
         await engine.update_weights(newer, imaged(save(ADAPTER), newer), 0)
     assert (llm_of(engine).did, engine.serving) == (["pause", "update_adapter", "update_adapter"], NEW)
-
-
-async def test_an_opened_image_is_not_inherited_by_the_engines_processes(engine: VllmEngine) -> None:
-    ((_, path, *_),), _ = sent()
-    with closing(OpenMemory(path)) as own:
-        assert not any(os.get_inheritable(int(file_at(path).name)) for path in (path, own.path))

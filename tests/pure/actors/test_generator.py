@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-import xxhash
 
 import actors.generator.actor
 from actors.engine.run_player import RunPlayer
@@ -22,7 +21,6 @@ from actors.engine.vllm_engine import VllmEngine, WeightUpdate
 from actors.generator.actor import Generator, Membership
 from actors.generator.claimer import Claimer
 from actors.generator.outbox import Outbox
-from actors.weights.memory import PAGE, OpenMemory
 from baton.examples import lookup
 from service.agents.sessions import session_key
 from service.config import Config
@@ -41,32 +39,25 @@ from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import AgentSession, Message, StepResult, Task
 from service.rollout.prompts.dataset import write_rows
 from service.rollout.run_secret import RunSecret
-from service.types import NO_VERSION, Int32s, PolicyVersion, Sender, Step, StepGroup, TrajectoryId
-from tests.pure.actors.fakes import bucket_of, file_at
+from service.types import NO_VERSION, Int32s, PolicyVersion, Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
+from tests.pure.actors.fakes import answering, until
 
 
 class FakeEngine:
-    """Holds what it is given, and takes every update or fails with `error`."""
+    """Takes every update or fails with `error`, and answers every prompt at once with an end token."""
 
-    def __init__(self) -> None:
+    def __init__(self, end_id: int) -> None:
+        self.end_id = end_id
         self.error: BaseException | None = None
         self.taken: list[tuple[PolicyVersion, Any, int]] = []
+        self.serving, self.running, self.load = PolicyVersion(1, 2), 0, None
+        self.counts = {"cached_tokens": 0, "generated_tokens": 0}
 
     async def update_weights(self, version: PolicyVersion, data: Any, checksum: int) -> WeightUpdate:
         if self.error is not None:
             raise self.error
         self.taken.append((version, data, checksum))
         return WeightUpdate(10, 0.25)
-
-
-class AnsweringEngine(FakeEngine):
-    """Answers every prompt at once with an end token."""
-
-    def __init__(self, end_id: int) -> None:
-        super().__init__()
-        self.end_id = end_id
-        self.serving, self.running, self.load = PolicyVersion(1, 2), 0, None
-        self.counts = {"cached_tokens": 0, "generated_tokens": 0}
 
     async def check(self, deadline: float) -> None:
         pass
@@ -116,36 +107,26 @@ def generator(tmp_path: Path) -> Generator:
     make_tokenizer(tmp_path, lookup.vocabulary())
     write_rows(tmp_path / "train.jsonl", lookup.rows(2, 0))
     nobody = SimpleNamespace()
-    made = Generator("g", Config().model_dump_json(), str(tmp_path), str(tmp_path / "train.jsonl"), nobody, nobody)
-    made._engine = FakeEngine()  # type: ignore[assignment]
-    return made
+    return Generator("g", Config().model_dump_json(), str(tmp_path), str(tmp_path / "train.jsonl"), nobody, nobody)
 
 
-def engine_of(generator: Generator) -> FakeEngine:
-    assert isinstance(generator._engine, FakeEngine)
-    return generator._engine
-
-
-def started(generator: Generator) -> None:
-    claimer = SimpleNamespace(look_again=lambda: None)
-    generator._joined = Membership(claimer, SimpleNamespace())  # type: ignore[arg-type]
-
-
-async def test_a_process_that_was_started_again_does_nothing_until_it_is_set_up(generator: Generator) -> None:
+async def test_a_process_that_was_started_again_does_nothing_until_it_is_set_up(
+    generator: Generator, tmp_path: Path
+) -> None:
     """Ray starts it again by itself; an answer would be taken for that of the process that was there before."""
     assert not (await generator.life()).is_set_up
     shard = EvalShard(0, 1, None)
     for call in (generator.run(), generator.update_weights(1, "/path", 0), generator.evaluate("e", "f", 1, shard)):
         with pytest.raises(ProcessLost, match="g was restarted and is not set up"):
             await call
-    started(generator)
+    join(generator, Config(), tmp_path, FakeBuffer())
     assert (await generator.life()).is_set_up
 
 
-def join(generator: Generator, config: Config, folder: Path, buffer: FakeBuffer) -> AnsweringEngine:
+def join(generator: Generator, config: Config, folder: Path, buffer: FakeBuffer) -> FakeEngine:
     """Give the generator an engine that answers, a buffer, and the configured environment for every row."""
     generator._tasks = [replace(task, env_class=config.env.name) for task in generator._tasks]
-    engine = AnsweringEngine(load_chat(folder, config.generator).end_id)
+    engine = FakeEngine(load_chat(folder, config.generator).end_id)
     generator._engine = engine  # type: ignore[assignment]
     generator._player = RunPlayer(config, folder, engine)
     outbox = Outbox("g", 1, buffer.submit, 60.0, generator._cancel, generator._unmeasured.append)
@@ -153,26 +134,41 @@ def join(generator: Generator, config: Config, folder: Path, buffer: FakeBuffer)
     return engine
 
 
-async def test_every_sample_of_a_claimed_group_reaches_the_buffer_and_is_counted(
-    generator: Generator, tmp_path: Path
-) -> None:
-    config, max_turns = Config(), Config().env.max_turns
-    buffer = FakeBuffer(*(Assignment(g, f"lookup-0-{g}", g, (0, 1, 2), (0, 0, 4)) for g in range(2)))
-    engine = join(generator, config, tmp_path, buffer)
+SAMPLES = [TrajectoryId(g, sample, attempt) for g in range(2) for sample, attempt in ((0, 0), (1, 0), (2, 4))]
+
+
+def two_groups() -> FakeBuffer:
+    """A buffer that gives out two groups of three samples, `SAMPLES`."""
+    return FakeBuffer(*(Assignment(g, f"lookup-0-{g}", g, (0, 1, 2), (0, 0, 4)) for g in range(2)))
+
+
+async def played(generator: Generator, buffer: FakeBuffer) -> tuple[list[TrajectoryId], list[TrajectoryEnd]]:
+    """Let the generator play until the buffer is drained; returns the steps and the ends, in the order of samples."""
     async with asyncio.timeout(120):
         await generator.run()
     steps = [identity for group in buffer.groups for identity in trajectory_ids(group.steps)]
-    expected = [TrajectoryId(g, sample, attempt) for g in range(2) for sample, attempt in ((0, 0), (1, 0), (2, 4))]
-    assert sorted(steps) == sorted(expected * max_turns)
-    assert sorted(end.trajectory for group in buffer.groups for end in end_objects(group.ends)) == expected
+    return sorted(steps), sorted(end for group in buffer.groups for end in end_objects(group.ends))
+
+
+def measured(generator: Generator) -> str:
+    """The page of its metrics."""
+    generator._measure_now(generator._metrics)
+    return generator._metrics.snapshot().decode()
+
+
+async def test_every_sample_of_a_claimed_group_reaches_the_buffer_and_is_counted(
+    generator: Generator, tmp_path: Path
+) -> None:
+    buffer, max_turns = two_groups(), Config().env.max_turns
+    engine = join(generator, Config(), tmp_path, buffer)
+    steps, ends = await played(generator, buffer)
+    assert steps == sorted(SAMPLES * max_turns) and [end.trajectory for end in ends] == SAMPLES
     versions = {version for group in buffer.groups for version in group.steps.versions_N.tolist()}
     assert versions == {engine.serving.pack(), NO_VERSION}
     status = await generator.status()
     assert (status["counts"]["end_max_turns"], status["outbox"]["steps"], status["groups"]) == (6, 6 * max_turns, 0)
     assert status["environments"] == {"lookup": {"trajectories": 6.0}}
-    generator._measure_now(generator._metrics)
-    counted = f'baton_generated_tokens_total{{ident="g",role="generator"}} {6 * max_turns}.0'
-    assert counted.encode() in generator._metrics.snapshot()
+    assert f'baton_generated_tokens_total{{ident="g",role="generator"}} {6 * max_turns}.0' in measured(generator)
 
 
 async def test_groups_that_were_claimed_together_are_played_also_where_there_is_room_for_fewer_by_then(
@@ -208,24 +204,18 @@ async def test_each_call_of_an_agent_is_in_the_buffer_before_its_answer_and_a_st
     generator: Generator, tmp_path: Path
 ) -> None:
     config = Config.model_validate({"env": {"name": "lookup_agent"}, "agents": {}})
-    buffer = FakeBuffer(*(Assignment(g, f"lookup-0-{g}", g, (0, 1, 2), (0, 0, 4)) for g in range(2)))
-    join(generator, config, tmp_path, buffer)
-    async with asyncio.timeout(120):
-        await generator.run()
+    join(generator, config, tmp_path, buffer := two_groups())
+    steps, ends = await played(generator, buffer)
     await generator._player.close()
-    steps = [identity for group in buffer.groups for identity in trajectory_ids(group.steps)]
-    expected = [TrajectoryId(g, sample, attempt) for g in range(2) for sample, attempt in ((0, 0), (1, 0), (2, 4))]
-    assert sorted(steps) == sorted(expected * 4)
-    generator._measure_now(generator._metrics)
-    page = generator._metrics.snapshot().decode()
+    assert steps == sorted(SAMPLES * 4)
+    page = measured(generator)
     assert 'baton_agent_calls_total{dialect="chat",how="root",ident="g",role="generator"} 6.0' in page
     assert 'baton_agent_calls_total{dialect="chat",how="appended",ident="g",role="generator"} 18.0' in page
     assert 'baton_agent_sessions{ident="g",role="generator",state="idle"} 0.0' in page
     # The next call comes after the answer, so no message can hold two steps of a trajectory.
     for group in buffer.groups:
         assert len(set(trajectory_ids(group.steps))) == len(group.steps)
-    ends = [end for group in buffer.groups for end in end_objects(group.ends)]
-    assert sorted((end.trajectory, end.n_steps, end.reward) for end in ends) == [(of, 4, 0.0) for of in expected]
+    assert [(end.trajectory, end.n_steps, end.reward) for end in ends] == [(of, 4, 0.0) for of in SAMPLES]
 
 
 class HandsOn:
@@ -252,7 +242,7 @@ async def test_a_new_process_goes_on_with_the_sessions_that_its_predecessor_left
     config = Config.model_validate({"env": env, "agents": {"port": port}})
     buffer, asked = FakeBuffer(), list[tuple[Any, ...]]()
 
-    def answering(answer: Any) -> Any:
+    def asked_for(answer: Any) -> Any:
         async def remote(*arguments: Any) -> Any:
             asked.append(arguments)
             return answer
@@ -263,7 +253,7 @@ async def test_a_new_process_goes_on_with_the_sessions_that_its_predecessor_left
     generator._config, generator._player = config, RunPlayer(config, tmp_path, engine, secret)
     nothing = SimpleNamespace(remote=None)
     generator._buffer = SimpleNamespace(
-        join=answering(2), unfinished=answering((left,)), claim=nothing, submit=nothing, renew=answering(None)
+        join=asked_for(2), unfinished=asked_for((left,)), claim=nothing, submit=nothing, renew=answering()
     )
     assert (await generator._join()).claimer.incarnation == 2
     assert generator._joined is not None
@@ -335,16 +325,12 @@ def swallows(monkeypatch: pytest.MonkeyPatch) -> Config:
 async def test_environments_that_swallow_their_cancellation_keep_no_slot_and_are_counted(
     generator: Generator, tmp_path: Path, swallows: Config
 ) -> None:
-    buffer = FakeBuffer(*(Assignment(g, f"lookup-0-{g}", g, (0, 1, 2), (0, 0, 0)) for g in range(2)))
-    join(generator, swallows, tmp_path, buffer)
-    async with asyncio.timeout(120):
-        await generator.run()
-    ends = [end for group in buffer.groups for end in end_objects(group.ends)]
+    join(generator, swallows, tmp_path, buffer := two_groups())
+    _, ends = await played(generator, buffer)
     assert [end.stop_reason for end in ends] == ["environment_timeout"] * 6
     status = await generator.status()
     assert (status["groups"], status["trajectories"], status["leaked_tasks"]) == (0, 0, 6)
-    generator._measure_now(generator._metrics)
-    assert b'baton_environment_leaked_tasks{ident="g",role="generator"} 6.0' in generator._metrics.snapshot()
+    assert 'baton_environment_leaked_tasks{ident="g",role="generator"} 6.0' in measured(generator)
 
 
 async def test_beyond_the_bound_of_leaked_tasks_the_generator_ends_so_that_its_process_is_renewed(
@@ -352,76 +338,33 @@ async def test_beyond_the_bound_of_leaked_tasks_the_generator_ends_so_that_its_p
 ) -> None:
     monkeypatch.setattr(env_guard, "MAX_LEAKED_TASKS", 2)
     monkeypatch.setattr(generator._limit, "groups", 1)
-    groups = (Assignment(g, f"lookup-0-{g}", g, (0, 1, 2), (0, 0, 0)) for g in range(2))
-    join(generator, swallows, tmp_path, FakeBuffer(*groups))
-    async with asyncio.timeout(120):
-        with pytest.raises(RunFailed, match="3 episodes did not return after they were cancelled"):
-            await generator.run()
-        while not exits:
-            await asyncio.sleep(0.01)
-    assert exits == [1]
+    join(generator, swallows, tmp_path, buffer := two_groups())
+    with pytest.raises(RunFailed, match="3 episodes did not return after they were cancelled"):
+        await played(generator, buffer)
+    await until(lambda: exits == [1])
 
 
-async def test_an_image_is_written_and_passed_on_and_the_next_takes_the_memory_of_a_released_one(
-    generator: Generator,
+async def test_an_update_is_counted_and_a_waiting_claim_looks_again(generator: Generator, tmp_path: Path) -> None:
+    engine = join(generator, Config(), tmp_path, FakeBuffer())
+    update = await generator.update_weights(PolicyVersion(2, 3).pack(), "/path", 7)  # type: ignore[arg-type]
+    assert engine.taken == [(PolicyVersion(2, 3), "/path", 7)]
+    assert update == {"bytes": 10, "pause_seconds": 0.25} and generator._counts["updates"] == 1
+    assert generator._joined is not None and generator._joined.claimer._look.is_set()
+
+
+@pytest.mark.parametrize(
+    ("error", "codes"),
+    [(RunFailed("not loaded in 2 tries"), [1]), (WeightsGone("gone"), []), (ValueError("older"), [])],
+)
+async def test_an_engine_that_could_not_load_serves_nobody_and_one_that_refused_an_update_is_at_work(
+    generator: Generator, tmp_path: Path, exits: list[int], error: BaseException, codes: list[int]
 ) -> None:
-    data = np.frombuffer(b"some", np.uint8)
-    first, second = [await generator.hold_image(number, 1, 4) for number in (0, 1)]
-    assert await generator.hold_image(0, 1, 4) == first, "asked for again, it is the same"
-    for _ in range(2):
-        await generator.write_image(0, bucket_of(data), data)
-    assert [file_at(path).read_bytes()[PAGE : PAGE + 4] for path in (first, second)] == [b"some", bytes(4)]
-    await generator.release_image(0)
-    assert await generator.hold_image(2, 2, 4) == first
-    with closing(OpenMemory(first)) as memory:
-        assert memory.version(0) not in (1, 2)
-    with pytest.raises(WeightsGone, match="these weights are not held any more"):
-        await generator.write_image(0, bucket_of(data), data)
-    await generator.release_image(0)
-    await generator.release_image(7)  # held by its process before it started again, or about to be held
-    with pytest.raises(WeightsGone, match="these weights are not held any more"):
-        await generator.hold_image(7, 1, 4)
-    await generator.release_image(1)
-    assert await generator.hold_image(3, 3, 5) != second, "it has another size"
-    with pytest.raises(WeightsGone):
-        OpenMemory(second)
-
-
-async def test_an_update_is_counted_and_a_waiting_claim_looks_again(generator: Generator, exits: list[int]) -> None:
-    looked: list[bool] = []
-    claimer: Any = SimpleNamespace(look_again=lambda: looked.append(True))
-    outbox: Any = SimpleNamespace()
-    generator._joined = Membership(claimer, outbox)
-    checksum = xxhash.xxh3_64_intdigest(b"weights")
-    update = await generator.update_weights(PolicyVersion(2, 3).pack(), "/path", checksum)
-    assert engine_of(generator).taken == [(PolicyVersion(2, 3), "/path", checksum)]
-    assert update == {"bytes": 10, "pause_seconds": 0.25}
-    assert (looked, generator._counts["updates"]) == ([True], 1)
-    assert exits == []
-
-
-async def test_an_engine_that_could_not_load_serves_nobody_any_more(generator: Generator, exits: list[int]) -> None:
-    started(generator)
-    engine_of(generator).error = RunFailed("the weights of version 2.3 were not loaded in 2 tries")
-    with pytest.raises(RunFailed, match="not loaded in 2 tries"):
-        await generator.update_weights(PolicyVersion(2, 3).pack(), "/path", 0)
-    async with asyncio.timeout(60):
-        while not exits:
-            await asyncio.sleep(0.01)
-    assert exits == [1]
-    assert generator._counts["updates"] == 0
-
-
-@pytest.mark.parametrize("error", [WeightsGone("gone"), ValueError("older")])
-async def test_an_update_that_is_refused_leaves_the_generator_at_work(
-    generator: Generator, exits: list[int], error: BaseException
-) -> None:
-    started(generator)
-    engine_of(generator).error = error
-    with pytest.raises(type(error)):
-        await generator.update_weights(PolicyVersion(2, 3).pack(), "/path", 0)
+    join(generator, Config(), tmp_path, FakeBuffer()).error = error
+    with pytest.raises(type(error), match=str(error)):
+        await generator.update_weights(PolicyVersion(2, 3).pack(), b"", 0)
     await asyncio.sleep(0)
-    assert (exits, generator._counts["updates"]) == ([], 0)
+    await until(lambda: exits == codes)
+    assert generator._counts["updates"] == 0
 
 
 async def test_a_generator_that_has_started_watches_its_event_loop(
@@ -435,7 +378,7 @@ async def test_a_generator_that_has_started_watches_its_event_loop(
 
     monkeypatch.setattr(Generator, "_join", joined)
     monkeypatch.setattr(Generator, "_taken_over", started)
-    monkeypatch.setattr(generator._engine, "start", started, raising=False)
+    monkeypatch.setattr(generator._engine, "start", started)
     monkeypatch.setattr(generator._reporter, "start", lambda: None)
     context = SimpleNamespace(get_node_id=lambda: "node")
     monkeypatch.setattr(actors.generator.actor.ray, "get_runtime_context", lambda: context)

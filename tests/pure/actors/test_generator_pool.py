@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from ray.exceptions import ObjectLostError
 import actors.calls
 from actors.deaths import is_death
 from actors.generator.generator_pool import GeneratorPool
-from actors.weights.weight_source import TRAINER, PublishedWeights, TrainerLost
+from actors.weights.weight_source import TRAINER, TrainerLost
 from service.backoff import Backoff
 from service.config import RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
@@ -21,7 +20,7 @@ from service.errors import RunFailed, WeightsGone
 from service.run.liveness import supervisor as liveness
 from service.run.liveness.supervisor import Life, Supervisor
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, died
+from tests.pure.actors.fakes import FakeGenerator, FakeRank0, Method, answering, died, published, until
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +44,6 @@ class FakeTrainer(FakeRank0):
         if self.lost:
             raise TrainerLost("the trainer failed")
         return (f"memory {number}".encode(), 9) if version == self.newest else None
-
-
-def published(step: int) -> PublishedWeights:
-    return PublishedWeights(PolicyVersion(1, step), ONE_BUCKET)
 
 
 class FakeTelemetry:
@@ -96,37 +91,9 @@ class World:
         return sorted(self.said)
 
 
-def answering(answer: Any) -> Method:
-    async def function(*arguments: Any) -> Any:
-        return answer
-
-    return Method(function)
-
-
-def raising(error: Callable[[], BaseException]) -> Method:
-    async def function(*arguments: Any) -> Any:
-        raise error()
-
-    return Method(function)
-
-
-def waiting(ended: asyncio.Future[Any]) -> Method:
-    async def function(*arguments: Any) -> None:
-        await asyncio.wait([ended])
-
-    return Method(function)
-
-
-async def until(come: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not come():
-            await asyncio.sleep(0)
-
-
 async def test_the_first_generator_writes_the_image_that_both_load() -> None:
     world = await World("memory").started()
     assert await world.publish(1) == [f"generator-{n} takes 1:1 from /generator-0/1, checksum 0" for n in range(2)]
-    assert world.generators[0].paths == set()
 
 
 async def test_an_image_that_went_with_its_holder_is_written_anew_by_who_missed_it() -> None:
@@ -141,7 +108,6 @@ async def test_an_image_that_went_with_its_holder_is_written_anew_by_who_missed_
         "generator-1 takes 1:1 from /generator-1/1, checksum 0",
     ]
     assert (world.telemetry.failed, world.told) == (0, [])
-    assert world.generators[1].paths == set()
 
 
 @pytest.mark.parametrize("transport", ["memory", "ipc"])
@@ -252,7 +218,7 @@ def ready_to_fail(world: World, starts: Method) -> asyncio.Future[None]:
         await ended
 
     for generator in world.generators:
-        generator.run = waiting(ended)
+        generator.run = answering(ended)
     world.generators[0].run, world.generators[0].start = Method(run), starts
     for generator in world.generators:
         generator.status = generator.stop = answering({})
@@ -281,7 +247,7 @@ async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_
     world.said.clear()
     await until(lambda: "generator-0 is back" in world.told)
     assert killed == [world.generators[0]] * (failures + 1), "each try is a process of its own"
-    assert [line for line in world.said if "takes" in line] == ["generator-0 takes 1:1 from /generator-0/2, checksum 0"]
+    assert [line for line in world.said if "takes" in line] == ["generator-0 takes 1:1 from /generator-0/1, checksum 0"]
     ended.set_result(None)
     await running
 
@@ -289,7 +255,7 @@ async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_
 async def test_a_run_that_ends_waits_for_no_generator_that_cannot_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors.calls, "RESTARTING", Backoff(0.0))
     world = await World("memory").started()
-    ended = ready_to_fail(world, raising(died))
+    ended = ready_to_fail(world, answering(died()))
     running = asyncio.ensure_future(world.pool.run())
     await until(lambda: bool(world.told))
     ended.set_result(None)
@@ -313,8 +279,8 @@ async def test_weights_that_are_lost_on_their_way_are_waited_for_until_the_next(
 async def test_a_generator_that_starts_again_is_down() -> None:
     world = await World("memory").started()
     for generator in world.generators:
-        generator.run = generator.start = waiting(asyncio.Future())
-    world.generators[0].run = raising(died)
+        generator.run = generator.start = answering(asyncio.Future())
+    world.generators[0].run = answering(died())
     running = asyncio.ensure_future(world.pool.run())
     await until(lambda: bool(world.told))
     assert world.pool.up() == {"generator-1": world.generators[1]}
@@ -334,7 +300,7 @@ async def test_code_that_blocks_a_generator_is_named_in_the_terminal_as_often_as
     monkeypatch.setattr(actors.generator.generator_pool, "RESTARTING", Backoff(0.0))
     world = await World("memory", engines=1).started()
     generator = world.generators[0]
-    generator.run = waiting(asyncio.Future())
+    generator.run = answering(asyncio.Future())
     running = asyncio.ensure_future(world.pool.run())
     for place in ("blocked by a.py:1", "blocked by b.py:2"):
         generator.blocking.put_nowait(died())  # a connection was cut, and the process lives
@@ -347,16 +313,13 @@ async def test_code_that_blocks_a_generator_is_named_in_the_terminal_as_often_as
     running.cancel()
 
 
-BESIDE = PublishedWeights(PolicyVersion(1, 1), sources=ONE_BUCKET)
-
-
 async def test_engines_beside_the_ranks_pull_from_their_memory_and_nothing_is_sent() -> None:
     world = await World("memory").started()
     world.trainer.nodes = ("node",)
-    await world.pool.weights.publish(BESIDE)
+    await world.pool.weights.publish(published(1))
     await world.pool.weights.published()
     assert sorted(world.said) == [f"generator-{n} takes 1:1 from /rank-0, checksum 0" for n in range(2)]
-    assert [generator.written for generator in world.generators] == [0, 0]
+    assert [generator.paths for generator in world.generators] == [[], []]
 
 
 async def test_where_the_ranks_memory_is_gone_the_trainer_is_lost_and_no_engine_is_blamed() -> None:
@@ -364,7 +327,7 @@ async def test_where_the_ranks_memory_is_gone_the_trainer_is_lost_and_no_engine_
     world.trainer.nodes = ("node",)
     world.generators[1].failing["update"] = WeightsGone("version 9, not 8")
     training = asyncio.ensure_future(world.supervisor.unless_lost([TRAINER], asyncio.Event().wait()))
-    await world.pool.weights.publish(BESIDE)
+    await world.pool.weights.publish(published(1))
     with pytest.raises(TrainerLost, match=r"generator-1 finds no weights of version 1:1 .*version 9, not 8"):
         await asyncio.wait_for(training, 60)
     assert world.telemetry.failed == 0

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
+import threading
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from actors.weights.image import Image
-from actors.weights.memory import NO_VERSION, OpenMemory
-from actors.weights.part import Source, WeightPart
+from actors.weights import image as image_module
+from actors.weights.image import ImageHolder
+from actors.weights.memory import NO_VERSION, OpenMemory, WeightMemory
 from actors.weights.policy_tensors import PolicySize
 from actors.weights.pulled import WeightFile
 from service.errors import WeightsGone
-from tests.pure.actors.fakes import bucket_of, content, image_of
+from tests.pure.actors.fakes import at, bucket_of, content, file_at, image_of
 
 EMBEDDING = torch.arange(12.0).view(4, 3)
 UNTIED = {"model.embed_tokens.weight": EMBEDDING, "model.norm.weight": torch.ones(3)}
@@ -27,9 +30,9 @@ WITH_HEAD = UNTIED | {"lm_head.weight": EMBEDDING.clone()}
 UNTIED_SIZE = PolicySize(15, tied=False)
 
 
-def read(image: Image) -> WeightFile:
+def read(image: WeightMemory) -> WeightFile:
     """The file as an engine opens it."""
-    return WeightFile(0, [Source(WeightPart(((0, len(image._octets)),)), image.path)])
+    return WeightFile(0, at(image.path, image.n_bytes))
 
 
 def take(data: bytes, size: PolicySize = UNTIED_SIZE) -> None:
@@ -49,28 +52,46 @@ def octets(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.uint8)
 
 
-def test_buckets_are_written_in_any_order_and_a_spoilt_one_not_at_all() -> None:
-    image = Image(1, 6)
-    for start in (4, 2, 0):
-        for spoilt in (octets(8, 8), octets(start), octets(start, start + 1, 9)):
-            with pytest.raises(ValueError, match="have the checksum"):
-                image.write(bucket_of(octets(start, start + 1), start), spoilt)
-        image.write(bucket_of(octets(start, start + 1), start), octets(start, start + 1))
-    assert [*content(image)] == [0, 1, 2, 3, 4, 5]
-    image.close()
-
-
-def test_an_image_has_its_version_from_its_last_bucket_on() -> None:
-    image = Image(7, 6)
-    with closing(OpenMemory(image.path)) as memory:
-        for start in (0, 2, 0, 0):  # one of them several times
-            image.write(bucket_of(octets(1, 2), start), octets(1, 2))
+async def test_an_image_has_its_version_from_its_last_bucket_on_and_a_spoilt_or_repeated_one_changes_nothing() -> None:
+    holder = ImageHolder()
+    path = await holder.hold_image(7, 6)
+    with closing(OpenMemory(path)) as memory:
+        for start in (4, 2, 2, 0):
             assert memory.version(0) == NO_VERSION
-        image.write(bucket_of(octets(5, 6), 4), octets(5, 6))
+            for spoilt in (octets(8, 8), octets(start), octets(start, start + 1, 9)):
+                with pytest.raises(ValueError, match="have the checksum"):
+                    await holder.write_image(7, bucket_of(octets(start, start + 1), start), spoilt)
+            await holder.write_image(7, bucket_of(octets(start, start + 1), start), octets(start, start + 1))
         assert memory.version(0) == 7
-        image.write(bucket_of(octets(9, 9), 4), octets(9, 9))
-        assert [*content(image)] == [1, 2, 1, 2, 5, 6], "what is whole is not written again"
-    image.close()
+        await holder.write_image(7, bucket_of(octets(9, 9), 4), octets(9, 9))
+        assert [*content(holder._memory)] == [0, 1, 2, 3, 4, 5], "what is whole is not written again"
+        assert await holder.hold_image(7, 6) == path and memory.version(0) == 7
+        assert await holder.hold_image(8, 6) == path and memory.version(0) == NO_VERSION, "in the same memory"
+    with pytest.raises(WeightsGone, match="a newer version"):
+        await holder.hold_image(7, 6)
+    assert await holder.hold_image(9, 5) != path, "it has another size"
+
+
+async def test_a_write_that_is_late_for_its_image_does_not_reach_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on, holder, verify = threading.Event(), threading.Event(), ImageHolder(), image_module.verify
+    older, newer = octets(1, 1), octets(2, 2)
+
+    def late(message: Any, checksum: int) -> Any:
+        begun.set()
+        assert goes_on.wait(60)
+        return verify(message, checksum)
+
+    path = await holder.hold_image(1, 2)
+    monkeypatch.setattr(image_module, "verify", late)
+    writing = asyncio.ensure_future(holder.write_image(1, bucket_of(older), older))
+    await asyncio.to_thread(begun.wait, 60)
+    monkeypatch.setattr(image_module, "verify", verify)
+    assert await holder.hold_image(2, 2) == path
+    await holder.write_image(2, bucket_of(newer), newer)
+    goes_on.set()
+    with pytest.raises(WeightsGone, match="these weights are not held any more"):
+        await writing
+    assert content(holder._memory) == newer.tobytes()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -97,31 +118,15 @@ def test_a_policy_in_several_files_is_all_of_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
-        b"\x01",
-        b"\xff" * 64,
-        (9).to_bytes(8, "little") + b"{}",
-        save(UNTIED)[:20],
-        (2).to_bytes(8, "little") + b"{}",
-        (4).to_bytes(8, "little") + b"null",
-        (2).to_bytes(8, "little") + b"[]",
-        (12).to_bytes(8, "little") + b'{"a": {"b":1',
-        (8).to_bytes(8, "little") + b'{"a": 1}',
-        (8).to_bytes(8, "little") + b'{"a":{}}',
+        *(b"", b"\x01", b"\xff" * 64, save(UNTIED)[:20], save(UNTIED)[:-1], save(UNTIED) + b"\0"),
+        *(len(text).to_bytes(8, "little") + text for text in (b"{", b"{}", b"null", b"[]", b'{"a": 1}', b'{"a":{}}')),
     ],
 )
-def test_what_is_no_safetensors_file_is_refused_with_its_size(data: bytes) -> None:
+def test_what_is_no_safetensors_file_of_the_policy_is_refused(data: bytes) -> None:
     before = descriptors()
     with pytest.raises(ValueError, match=r"not a safetensors file|but the policy has"):
         take(data)
     assert descriptors() == before
-
-
-def test_a_file_whose_data_were_cut_off_is_refused_though_its_header_is_whole() -> None:
-    data = save(UNTIED)
-    for cut in (data[:-1], data + b"\0"):
-        with pytest.raises(ValueError, match="not a safetensors file"):
-            take(cut)
 
 
 def test_another_image_that_has_the_descriptor_of_one_that_was_given_back_is_not_opened_in_its_place() -> None:
@@ -130,14 +135,11 @@ def test_another_image_that_has_the_descriptor_of_one_that_was_given_back_is_not
     old.close()
     new = image_of(data)
     assert old.path != new.path and old.path.partition("#")[0] == new.path.partition("#")[0], "the number is free again"
-    with pytest.raises(WeightsGone, match=f"the weights at {old.path} are gone"):
-        read(old)
+    for path in (old.path, "/proc/1/fd/12345", "/nowhere"):
+        with pytest.raises(WeightsGone, match=f"the weights at {path} are gone"):
+            WeightFile(0, at(path, 8))
+    with closing(OpenMemory(new.path)) as own:
+        assert not any(os.get_inheritable(int(file_at(path).name)) for path in (new.path, own.path))
     read(new).close()
     new.close()
     assert descriptors() == before
-
-
-@pytest.mark.parametrize("path", ["/proc/1/fd/12345", "/proc/self/fd/12345", "/nowhere"])
-def test_a_path_that_leads_nowhere_is_gone(path: str) -> None:
-    with pytest.raises(WeightsGone, match=f"the weights at {path} are gone"):
-        WeightFile(0, [Source(WeightPart(((0, 8),)), path)])

@@ -25,7 +25,7 @@ from actors.weights.policy_tensors import (
 )
 from actors.weights.pulled import WeightFile
 from service.config import Config, WeightsConfig, load_config
-from tests.pure.actors.fakes import all_rows
+from tests.pure.actors.fakes import on_ranks
 
 WEIGHTS = {f"layers.{n}.weight": torch.full((2, n + 1), float(n), dtype=torch.bfloat16) for n in range(5)}
 SIZE = PolicySize(sum(tensor.numel() for tensor in WEIGHTS.values()), tied=False)
@@ -39,7 +39,7 @@ def rank_of(transport: str) -> TrainerRank:
         policy=SimpleNamespace(
             dtype=torch.bfloat16,
             weights=lambda everywhere=False: WEIGHTS,
-            shards=lambda: all_rows(WEIGHTS),
+            shards=lambda: on_ranks(WEIGHTS)[0],
         ),
     )
     return rank

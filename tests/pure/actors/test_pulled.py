@@ -17,20 +17,9 @@ from actors.weights.part import Source
 from actors.weights.part_buffers import PartBuffers
 from actors.weights.pulled import CPU, PulledTensor, WeightFile, file_of
 from service.errors import WeightsGone
-from tests.pure.actors.fakes import on_ranks
+from tests.pure.actors.fakes import copied, on_ranks
 
 WEIGHTS = {"a": torch.arange(30.0).view(5, 6), "b": torch.arange(7.0), "c": torch.arange(24.0).view(4, 3, 2)}
-
-
-def published(weights: dict[str, Tensor], n_ranks: int, version: int = 1) -> list[PartBuffers]:
-    ranks = [PartBuffers(rank) for rank in range(n_ranks)]
-    copy(ranks, weights, version)
-    return ranks
-
-
-def copy(ranks: list[PartBuffers], weights: dict[str, Tensor], version: int) -> None:
-    for buffers, rows in zip(ranks, on_ranks(weights, len(ranks)), strict=True):
-        buffers.copy(version, rows, torch.float32)
 
 
 def sources(ranks: list[PartBuffers]) -> list[Source]:
@@ -70,7 +59,7 @@ LOADERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_loader_gets_its_part_and_only_the_rows_of_it_are_read(loader: str, n_ranks: int, inference: bool) -> None:
     take, n_rows = LOADERS[loader]
-    ranks = published(WEIGHTS, n_ranks)
+    ranks = copied(1, WEIGHTS, n_ranks)
     with closing(Counting(1, sources(ranks))) as file, torch.inference_mode(inference):
         tensors = dict(file.tensors())
         assert all(tensors[name].shape == tensor.shape for name, tensor in WEIGHTS.items())
@@ -82,17 +71,19 @@ def test_a_loader_gets_its_part_and_only_the_rows_of_it_are_read(loader: str, n_
         assert file.read_bytes == n_rows * 6 * 4
 
 
-def test_what_vllm_only_counts_is_not_read() -> None:
-    ranks = published(WEIGHTS, 2)
+def test_shape_and_type_of_a_view_and_what_vllm_only_counts_are_not_read() -> None:
+    ranks = copied(1, WEIGHTS, 2)
     with closing(Counting(1, sources(ranks))) as file:
         tensors = dict(file.tensors())
         file.read_bytes = 0
         torch.empty(5, 6, device="meta").copy_(tensors["a"])
-        assert file.read_bytes == 0
+        view = tensors["c"][1:3, :, 1]
+        assert (view.shape, view.dtype, view.device, view.dim()) == ((2, 3), torch.float32, CPU, 2)
+        assert isinstance(view, PulledTensor) and file.read_bytes == 0
 
 
 def test_a_loader_that_would_write_into_the_ranks_memory_is_refused() -> None:
-    ranks = published(WEIGHTS, 1)
+    ranks = copied(1, WEIGHTS, 1)
     with closing(WeightFile(1, sources(ranks))) as file:
         part = dict(file.tensors())["a"][2:]
         with pytest.raises(TypeError, match=r"mul_.* would change weights that other processes read"):
@@ -105,18 +96,18 @@ def test_a_loader_that_would_write_into_the_ranks_memory_is_refused() -> None:
 @given(rows=st.lists(st.integers(1, 9), min_size=1, max_size=6), n_ranks=st.integers(1, 4))
 def test_every_tensor_is_whole_whatever_the_rows_of_each_rank(rows: list[int], n_ranks: int) -> None:
     weights = {f"layers.{n}": torch.randn(of, 1 + n) for n, of in enumerate(rows)}
-    ranks = published(weights, n_ranks)
+    ranks = copied(1, weights, n_ranks)
     for version in (2, 3):  # each of the two buffers
-        copy(ranks, weights, version)
+        copied(version, weights, ranks)
         with closing(WeightFile(version, sources(ranks))) as file:
             read = {name: tensor.clone() for name, tensor in file.tensors()}
         assert list(read) == list(weights) and all(torch.equal(read[name], weights[name]) for name in weights)
 
 
 def test_a_version_that_is_replaced_while_it_is_read_is_gone() -> None:
-    ranks = published(WEIGHTS, 2)
+    ranks = copied(1, WEIGHTS, 2)
     with closing(WeightFile(1, sources(ranks))) as file:
-        copy(ranks, WEIGHTS, 2)
+        copied(2, WEIGHTS, ranks)
         file.check()  # the other buffer was filled
         ranks[1].copy(3, on_ranks(WEIGHTS, 2)[1], torch.float32)
         with pytest.raises(WeightsGone, match="version"):
@@ -126,7 +117,7 @@ def test_a_version_that_is_replaced_while_it_is_read_is_gone() -> None:
 
 
 def test_a_buffer_that_is_being_filled_has_no_version() -> None:
-    ranks, seen = published(WEIGHTS, 1), list[int]()
+    ranks, seen = copied(1, WEIGHTS, 1), list[int]()
     path = ranks[0].source.path
 
     with closing(OpenMemory(path)) as memory:
@@ -158,15 +149,15 @@ class Looks(Tensor):
 
 
 def test_memory_that_stays_is_opened_once_and_goes_with_ranks_that_were_replaced() -> None:
-    ranks, kept = published(WEIGHTS, 2), dict[str, OpenMemory]()
+    ranks, kept = copied(1, WEIGHTS, 2), dict[str, OpenMemory]()
     before = len(os.listdir("/proc/self/fd"))
     for version in (2, 3, 4):
-        copy(ranks, WEIGHTS, version)
+        copied(version, WEIGHTS, ranks)
         with closing(WeightFile(version, sources(ranks))) as given, closing(file_of(given.info(), kept)) as file:
             assert torch.equal(dict(file.tensors())["c"].clone(), WEIGHTS["c"])
             opened = set(kept.values())
     assert len(opened) == 2 and len(os.listdir("/proc/self/fd")) == before + 2
-    others = published(WEIGHTS, 1)
+    others = copied(1, WEIGHTS, 1)
     with closing(WeightFile(1, sources(others))) as given, closing(file_of(given.info(), kept)):
         assert not opened & set(kept.values())
     kept.popitem()[1].close()
@@ -174,19 +165,10 @@ def test_memory_that_stays_is_opened_once_and_goes_with_ranks_that_were_replaced
 
 
 def test_weights_of_a_rank_that_has_ended_stay_readable_for_who_had_opened_them() -> None:
-    (rank,) = published(WEIGHTS, 1)
+    (rank,) = copied(1, WEIGHTS, 1)
     with closing(WeightFile(1, sources([rank]))) as file:
         place = sources([rank])
         rank._memory.close()
         assert torch.equal(dict(file.tensors())["a"].clone(), WEIGHTS["a"])
         with pytest.raises(WeightsGone, match="are gone"):
             WeightFile(1, place)
-
-
-def test_a_view_knows_its_shape_and_type_without_reading() -> None:
-    ranks = published(WEIGHTS, 2)
-    with closing(Counting(1, sources(ranks))) as file:
-        view = dict(file.tensors())["c"][1:3, :, 1]
-        file.read_bytes = 0
-        assert (view.shape, view.dtype, view.device, view.dim()) == ((2, 3), torch.float32, CPU, 2)
-        assert isinstance(view, PulledTensor) and file.read_bytes == 0

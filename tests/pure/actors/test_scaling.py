@@ -17,15 +17,13 @@ from actors.deaths import cause_of_death, is_death
 from actors.generator import scaling
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import MARGIN_SECONDS, Placed, Scaling
-from actors.weights.weight_source import PublishedWeights
 from service.backoff import Backoff
 from service.config import Config, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed
 from service.run.liveness import supervisor as liveness
 from service.run.liveness.supervisor import Supervisor
-from service.types import PolicyVersion
-from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, died
+from tests.pure.actors.fakes import FakeGenerator, FakeRank0, Method, answering, died, published
 
 GROUPS, GRACE = 12, 20.0
 
@@ -36,14 +34,10 @@ class Here(FakeGenerator):
     def __init__(self, name: str, said: list[str], node: str = "a") -> None:
         super().__init__(name, said)
         self.node, self.ended = node, asyncio.Event()
-        self.start, self.run, self.leave = Method(self._start), Method(self._run), Method(self._leave)
-        self.stop, self.status, self.share = Method(self._stop), Method(self._status), Method(self._share)
+        self.stop = answering()
         self.most: int | None = None
-        self.may_start = asyncio.Event()
-        self.may_start.set()
 
     async def _start(self) -> str:
-        await self.may_start.wait()
         self._fail("start")
         return self.node
 
@@ -55,12 +49,6 @@ class Here(FakeGenerator):
         self.said.append(f"{self.name} leaves within {grace:.0f} s")
         self.ended.set()
         self._fail("leave")
-
-    async def _stop(self) -> None:
-        pass
-
-    async def _status(self) -> dict[str, Any]:
-        return {"name": self.name}
 
     async def _share(self, groups: int) -> None:
         self.most = groups
@@ -135,7 +123,7 @@ class World:
 
     async def running(self) -> asyncio.Task[None]:
         await self.pool.start()
-        await self.pool.weights.publish(PublishedWeights(PolicyVersion(1, 1), sources=ONE_BUCKET))
+        await self.pool.weights.publish(published(1))
         await self.pool.weights.published()
         return asyncio.ensure_future(self.pool.run())
 
@@ -184,7 +172,7 @@ async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_fo
     assert {"generator-1 None gone", "generator-1 left"} <= set(world.told.gone)
     assert (world.there[0].most, world.told.expected[-1]) == (GROUPS, 1)
     world.said.clear()
-    await world.pool.weights.publish(PublishedWeights(PolicyVersion(1, 2), sources=ONE_BUCKET))
+    await world.pool.weights.publish(published(2))
     await world.pool.weights.published()
     assert [line.split()[0] for line in world.said] == ["generator-0"]
     world.there[0].ended.set()
@@ -204,7 +192,7 @@ async def test_one_that_leaves_holds_up_no_publication(monkeypatch: pytest.Monke
         raise died()
 
     leaving.update_weights = Method(update)
-    await world.pool.weights.publish(PublishedWeights(PolicyVersion(1, 2), sources=ONE_BUCKET))
+    await world.pool.weights.publish(published(2))
     world.has_room.clear()
     async with asyncio.timeout(30):
         await updating.wait()
@@ -251,7 +239,7 @@ async def test_two_that_join_while_one_leaves_all_arrive_and_share_the_groups(wo
     running, drained = await world.running(), {"a": 0}
     world.there[0].leave = Method(partial(slow_leave, world.there[0], may_leave := asyncio.Event()))
     world.scaling.look(drained)
-    await world.pool.weights.publish(PublishedWeights(PolicyVersion(1, 2), sources=ONE_BUCKET))
+    await world.pool.weights.publish(published(2))
     await world.looked(lambda: "generator-1" in world.pool.nodes(), draining=drained)
     may_leave.set()
     await world.looked(lambda: "generator-0 has left" in world.lines, draining=drained)

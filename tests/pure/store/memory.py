@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import BinaryIO
 
 from service.errors import StoreFailed
 from service.store.objects import Objects
@@ -15,15 +16,13 @@ class MemoryObjects(Objects):
         self.url = "memory://bucket/run"
         self.held = {} if held is None else held
         self.fails: Callable[[str, str], bool] = lambda doing, name: False
-        """Is asked with (`put`, `cut` after half of an object, `done` after a put, `get`, `delete`) and the name."""
+        """Is asked with (`put`, `done` after a put, `get`, `list`, `delete`) and the name."""
 
-    def put(self, name: str, chunks: Iterable[bytes], size: int) -> None:
+    def put(self, name: str, file: BinaryIO) -> int:
         self._ask("put", name)
-        data = b"".join(chunks)
-        assert len(data) == size, f"{name} has {len(data)} bytes, announced were {size}"
-        self._ask("cut", name)
-        self.held[name] = data
+        self.held[name] = file.read()
         self._ask("done", name)
+        return len(self.held[name])
 
     def create(self, name: str, data: bytes) -> bool:
         self._ask("put", name)
@@ -37,10 +36,11 @@ class MemoryObjects(Objects):
             raise StoreFailed(f"{self.url}: {name} is not there")
         yield self.held[name]
 
-    def sizes(self) -> dict[str, int]:
-        return {name: len(data) for name, data in self.held.items()}
+    def names(self) -> list[str]:
+        self._ask("list", "")
+        return [*self.held]
 
-    def delete(self, names: list[str]) -> None:
+    def delete(self, names: Iterable[str]) -> None:
         for name in names:
             self._ask("delete", name)
             self.held.pop(name, None)

@@ -20,7 +20,7 @@ from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, METRICS, SUM
 from service.run.records.writer import RunWriter
 from service.store import uploads as uploading
 from service.store.objects import Objects
-from service.store.uploads import Uploads, begin_uploads
+from service.store.uploads import Uploads
 from service.types import MiniBatch, PolicyVersion
 from tests.invariant import violations
 from tests.pure.buffer.world import World, config
@@ -48,8 +48,8 @@ def begun_uploads(
 ) -> Uploads:
     """The uploads of a run to a store, which is opened already."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(uploading, "open_store", lambda url, **how: objects)
-        return begin_uploads(objects.url, folder, step, of.trainer.keep_checkpoints, say)
+        patched.setattr(uploading, "Objects", lambda *how: objects)
+        return Uploads(objects.url, folder, step, of.trainer.keep_checkpoints, say)
 
 
 class ScriptedRun:

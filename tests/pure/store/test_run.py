@@ -31,7 +31,7 @@ def trained(config: Config, folder: RunWriter, *others: object) -> int:
 @pytest.fixture
 def objects(monkeypatch: pytest.MonkeyPatch) -> MemoryObjects:
     store = MemoryObjects()
-    monkeypatch.setattr(uploading, "open_store", lambda url, **how: store)
+    monkeypatch.setattr(uploading, "Objects", lambda *how: store)
     monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
     monkeypatch.setattr(running, "refuse_open_ray", lambda environment: None)
     monkeypatch.setattr(running, "_run_on_ray", trained)
@@ -49,7 +49,7 @@ def test_when_the_command_ends_the_store_has_how_the_run_ended(
 ) -> None:
     assert running.run(config) == 0
     said = capsys.readouterr().out
-    assert "NOTE" not in said and "memory://bucket/run has no checkpoint and the final weights" in said.splitlines()[-1]
+    assert "NOTE" not in said and "s3://bucket/run has no checkpoint and the final weights" in said.splitlines()[-1]
     assert objects.held["final/model.safetensors"] == b"weights"
     assert json.loads(objects.held[SUMMARY]) == SUMMARY_OF_RUN
     with pytest.raises(UserError, match="holds other files"):
@@ -61,7 +61,6 @@ def test_a_store_that_cannot_be_listed_ends_the_command_with_a_line_before_ray_s
     objects: MemoryObjects, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "_run_on_ray", None)
-    monkeypatch.setattr(objects, "sizes", lambda: objects._ask("list", "") or {})
     objects.fails = lambda doing, name: True
     with pytest.raises(UserError, match=r"^run.store: memory://bucket/run: list"):
         running.run(config)
@@ -75,7 +74,7 @@ def test_what_could_not_be_uploaded_is_said_and_the_run_is_as_it_ended(
     assert running.run(config) == RunFailed.exit_code
     assert json.loads((tmp_path / "quickstart" / SUMMARY).read_text()) == SUMMARY_OF_RUN
     said = capsys.readouterr().out
-    assert re.search(r"lacks the final weights, which only \S+/quickstart has now: .* failed\n", said)
+    assert re.search(r"lacks what only \S+/quickstart has now: not uploaded: the final weights: .* failed", said)
 
 
 def test_a_run_that_fails_uploads_its_checkpoints_and_then_says_why_it_failed(
