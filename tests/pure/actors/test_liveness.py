@@ -24,9 +24,10 @@ from service.errors import ProcessLost
 from service.run.liveness import supervisor as liveness
 from service.run.liveness.host_memory import FULL, REMEDIES, Memory
 from service.run.liveness.supervisor import Life, Supervisor
-from tests.pure.actors.fakes import Method
+from tests.pure.actors.fakes import answering, opened
 
 FIRST, NEXT = Life("first", is_set_up=True), Life("next", is_set_up=False)
+DIED = r"^the process of buffer \(first\) died: End of file$"
 
 
 class Actor:
@@ -34,8 +35,7 @@ class Actor:
 
     def __init__(self) -> None:
         self.life: Life | None = FIRST
-        self.asked, self.may_answer = 0, asyncio.Event()
-        self.may_answer.set()
+        self.asked, self.may_answer = 0, opened()
 
     async def probe(self) -> Life | None:
         self.asked += 1
@@ -49,6 +49,33 @@ class Actor:
             while self.asked < until:
                 await asyncio.sleep(0.001)
 
+    async def becomes(self, life: Life | None, times: int = 2) -> None:
+        """Be so, and be asked again."""
+        self.life = life
+        await self.asked_again(times)
+
+
+class Watch:
+    """A supervisor that has asked the actor `buffer`, and its lines."""
+
+    def __init__(self) -> None:
+        self.actor, self.said = Actor(), list[str]()
+        self.supervisor = Supervisor(self.said.append, cause, is_death)
+
+    async def begun(self, life: Life | None = FIRST, **settings: Any) -> Watch:
+        self.supervisor.watch("buffer", self.actor.probe, **settings)
+        await self.actor.becomes(life)
+        return self
+
+    def waiting(self, name: str = "buffer") -> asyncio.Future[None]:
+        """Somebody who waits for ever, unless that actor is lost."""
+        endless = asyncio.Event().wait()
+        return asyncio.ensure_future(asyncio.wait_for(self.supervisor.unless_lost([name], endless), 30))
+
+
+async def cause(name: str, last: Life) -> str | None:
+    return None if last.process == "killed by the run" else f"({last.process}) died: End of file"
+
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,221 +83,156 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(liveness, name, seconds)
 
 
-async def cause(name: str, last: Life) -> str | None:
-    return None if last.process == "killed by the run" else f"({last.process}) died: End of file"
-
-
-async def supervised(actor: Actor, said: list[str], **settings: Any) -> Supervisor:
-    """A supervisor that knows this actor's process."""
-    made = Supervisor(said.append, cause, is_death)
-    made.watch("buffer", actor.probe, **settings)
-    await actor.asked_again()
-    return made
-
-
-DIED = r"^the process of buffer \(first\) died: End of file$"
-
-
 @pytest.mark.parametrize("after", [None, NEXT, NEXT._replace(is_set_up=True)])
 async def test_a_wait_ends_with_the_cause_when_the_process_that_it_needs_dies(after: Life | None) -> None:
     """Also if Ray has already started the next one, which answers, set up or not."""
-    actor, said = Actor(), list[str]()
-    watching = await supervised(actor, said)
-    waiting = asyncio.ensure_future(watching.unless_lost(["buffer"], asyncio.Event().wait()))
-    await actor.asked_again()
+    watch = await Watch().begun()
+    assert watch.supervisor.lost() == []
+    waiting = watch.waiting()
+    await watch.actor.asked_again()
     assert not waiting.done()
-    actor.life = after
+    watch.actor.life = after
     with pytest.raises(ProcessLost, match=DIED):
-        async with asyncio.timeout(30):
-            await waiting
-    assert said == [], "who waited says it"
+        await waiting
+    assert watch.said == [], "who waited says it"
+    assert watch.supervisor.lost() == ([] if after is not None and after.is_set_up else ["buffer"])
 
 
 async def test_a_process_that_answers_but_is_not_set_up_fulfils_no_wait() -> None:
-    actor = Actor()
-    actor.life = NEXT
-    watching = await supervised(actor, [])
+    watch = await Watch().begun(NEXT)
     with pytest.raises(ProcessLost, match=r"^buffer is not set up$"):
-        async with asyncio.timeout(30):
-            await watching.unless_lost(["buffer"], asyncio.Event().wait())
-
-
-async def test_who_is_lost_now_is_known() -> None:
-    actor, said = Actor(), list[str]()
-    watching = await supervised(actor, said)
-    assert watching.lost() == []
-    for actor.life in (None, NEXT):
-        await actor.asked_again()
-        assert watching.lost() == ["buffer"]
-    actor.life = NEXT._replace(is_set_up=True)
-    await actor.asked_again()
-    assert watching.lost() == []
+        await watch.waiting()
 
 
 async def test_an_answer_to_a_question_from_before_the_set_up_wakes_nobody() -> None:
-    actor = Actor()
-    watching = await supervised(actor, [])
-    actor.may_answer.clear()
-    actor.life = None
-    await actor.asked_again(1)
-    actor.life = FIRST  # it is back and set up, and the question is still on its way
-    waiting = asyncio.ensure_future(watching.unless_lost(["buffer"], asyncio.Event().wait()))
+    watch = await Watch().begun()
+    watch.actor.may_answer.clear()
+    await watch.actor.becomes(None, 1)
+    watch.actor.life = FIRST  # it is back and set up, and the question is still on its way
+    waiting = watch.waiting()
     await asyncio.sleep(0)
-    actor.may_answer.set()
-    await actor.asked_again(3)
+    watch.actor.may_answer.set()
+    await watch.actor.asked_again(3)
     assert not waiting.done()
     waiting.cancel()
 
 
 @pytest.mark.parametrize("wraps", [False, True])
 async def test_a_call_that_fails_with_its_process_gets_the_cause_and_any_other_error_stays(wraps: bool) -> None:
-    actor = Actor()
-    watching = await supervised(actor, [])
+    watch = await Watch().begun()
 
     async def fails(error: Exception) -> None:
         try:
             raise error
         except RayActorError as died:
-            actor.life = None
+            watch.actor.life = None
             if wraps:
                 raise TrainerLost("the trainer failed") from died
             raise
 
     with pytest.raises(ZeroDivisionError):
-        await watching.unless_lost(["buffer"], fails(ZeroDivisionError()))
+        await watch.supervisor.unless_lost(["buffer"], fails(ZeroDivisionError()))
     with pytest.raises(ProcessLost, match=DIED):
-        await watching.unless_lost(["buffer"], fails(RayActorError()))
+        await watch.supervisor.unless_lost(["buffer"], fails(RayActorError()))
 
 
-async def test_a_death_for_which_nobody_waits_is_a_line_and_one_that_dies_for_ever_is_few_lines() -> None:
-    actor, said = Actor(), list[str]()
-    await supervised(actor, said)
+@pytest.mark.parametrize(("lived", "dead"), [(60.0, ["first", "2", "4"]), (0.0, ["first", *"23456"])])
+async def test_a_death_for_which_nobody_waits_is_a_line_and_of_one_that_dies_for_ever_few_lines(
+    monkeypatch: pytest.MonkeyPatch, lived: float, dead: list[str]
+) -> None:
+    monkeypatch.setattr(liveness, "LIVED_SECONDS", lived)
+    watch = await Watch().begun()
     for number in range(2, 8):
-        actor.life = FIRST._replace(process=f"{number}")
-        await actor.asked_again()
-    dead = [line.removeprefix("the process of buffer (").partition(")")[0] for line in said]
-    assert dead == ["first", "2", "4"] and all(line.endswith("End of file; Ray starts it again") for line in said)
-    actor.life = FIRST._replace(process="killed by the run")
-    await actor.asked_again()
-    before, actor.life = [*said], None
-    await actor.asked_again(5)
-    assert said == before, "the run itself has ended it"
+        await watch.actor.becomes(FIRST._replace(process=f"{number}"), 3)
+    assert [line.removeprefix("the process of buffer (").partition(")")[0] for line in watch.said] == dead
+    assert all(line.endswith("End of file; Ray starts it again") for line in watch.said)
+    await watch.actor.becomes(FIRST._replace(process="killed by the run"))
+    before = [*watch.said]
+    await watch.actor.becomes(None, 5)
+    assert watch.said == before, "the run itself has ended it"
 
 
 async def test_a_process_that_dies_before_it_has_answered_is_named() -> None:
-    actor, said = Actor(), list[str]()
-    actor.life = None
-    await supervised(actor, said)
-    assert said == ["the process of buffer died as it started; Ray starts it again"]
+    watch = await Watch().begun(None)
+    assert watch.said == ["the process of buffer died as it started; Ray starts it again"]
 
 
 async def test_an_actor_that_has_no_process_for_long_is_named_again_until_it_has_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(liveness, "AGAIN_SECONDS", 0.05)
-    actor, said = Actor(), list[str]()
-    watching = await supervised(actor, said)
-    actor.life = None
+    watch = await Watch().begun()
+    watch.actor.life = None
     async with asyncio.timeout(30):
-        while said[1:] != ["buffer still has no process"] * 2:
+        while watch.said[1:] != ["buffer still has no process"] * 2:
             await asyncio.sleep(0.001)
-    actor.life = FIRST
-    await actor.asked_again()
-    assert "died" in said[0] and len(said) == 3
+    await watch.actor.becomes(FIRST)
     await asyncio.sleep(0.1)
-    assert len(said) == 3
-    actor.life = None
-    await actor.asked_again()
-    watching.forget("buffer")  # its actor leaves, and another one of its name comes much later
+    assert "died" in watch.said[0] and len(watch.said) == 3
+    await watch.actor.becomes(None)
+    watch.supervisor.forget("buffer")  # its actor leaves, and another one of its name comes much later
     await asyncio.sleep(0.1)
-    watching.watch("buffer", actor.probe)
-    await actor.asked_again()
-    assert not any("still" in line for line in said[3:])
+    await watch.begun()
+    assert not any("still" in line for line in watch.said[3:])
 
 
+@pytest.mark.parametrize("has_process", [True, False])
 async def test_silence_is_named_repeatedly_and_ends_a_wait_at_the_deadline_of_the_actor(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, has_process: bool
 ) -> None:
+    """Also after a cut connection, where no process was there at the last answer."""
     monkeypatch.setattr(liveness, "AGAIN_SECONDS", 2 * liveness.SILENT_SECONDS)
-    actor, said = Actor(), list[str]()
-    watching = await supervised(actor, said, deadline=0.15, hint=" (it hangs)")
-    actor.may_answer.clear()
-    with pytest.raises(ProcessLost, match=r"^no answer of buffer for 0 s \(it hangs\)$"):
-        async with asyncio.timeout(30):
-            await watching.unless_lost(["buffer"], asyncio.Event().wait())
-    assert said == ["buffer has not answered for 0 s"] * 2
-
-
-async def test_silence_after_a_cut_connection_is_named_though_no_process_was_there_at_the_last_answer() -> None:
-    actor, said = Actor(), list[str]()
-    await supervised(actor, said)
-    actor.life = None
-    await actor.asked_again()
-    before = len(said)
-    actor.may_answer.clear()
+    watch = await Watch().begun(deadline=0.15, hint=" (it hangs)")
+    if not has_process:
+        await watch.actor.becomes(None)
+    before = len(watch.said)
+    watch.actor.may_answer.clear()
+    if has_process:
+        with pytest.raises(ProcessLost, match=r"^no answer of buffer for 0 s \(it hangs\)$"):
+            await watch.waiting()
     async with asyncio.timeout(30):
-        while len(said) == before:
+        while len(watch.said) < before + 2:
             await asyncio.sleep(0.001)
-    assert said[-1] == "buffer has not answered for 0 s"
+    assert watch.said[before:] == ["buffer has not answered for 0 s"] * 2
 
 
 async def test_a_failure_that_somebody_else_met_reaches_who_waits() -> None:
-    actor = Actor()
-    watching = await supervised(actor, [])
+    watch = await Watch().begun()
     liveness.CAUSE_SECONDS = 0.0
-    waiting = asyncio.ensure_future(watching.unless_lost(["buffer"], asyncio.Event().wait()))
-    await actor.asked_again()
-    watching.report("buffer", TrainerLost("a rank raised"))
+    waiting = watch.waiting()
+    await watch.actor.asked_again()
+    watch.supervisor.report("buffer", TrainerLost("a rank raised"))
     with pytest.raises(TrainerLost, match="a rank raised"):
         await waiting
-
-
-async def test_the_death_of_a_process_that_has_lived_is_a_line_however_often_that_happens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(liveness, "LIVED_SECONDS", 0.0)
-    actor, said = Actor(), list[str]()
-    await supervised(actor, said)
-    for number in range(2, 8):
-        actor.life = FIRST._replace(process=f"{number}")
-        await actor.asked_again(3)
-    assert len(said) == 6, said
 
 
 @pytest.mark.parametrize("waits_before", [True, False])
 async def test_an_error_of_a_question_itself_reaches_who_waits_for_any_actor(waits_before: bool) -> None:
     """Nobody would learn of a death of the actor that is no longer asked."""
-    actor, said = Actor(), list[str]()
-    watching = await supervised(actor, said)
-    waiting = asyncio.ensure_future(watching.unless_lost(["another"], asyncio.Event().wait()))
+    watch = await Watch().begun()
+    waiting = watch.waiting("another")
     await asyncio.sleep(0)
-
-    async def fails() -> Life:
-        raise ZeroDivisionError("a bug")
-
-    watching.watch("hub", fails)
+    watch.supervisor.watch("hub", answering(ZeroDivisionError("a bug")))
     if not waits_before:
-        await actor.asked_again()
+        await watch.actor.asked_again()
         waiting.cancel()
-        waiting = asyncio.ensure_future(watching.unless_lost(["another"], asyncio.Event().wait()))
+        waiting = watch.waiting("another")
     with pytest.raises(ZeroDivisionError):
-        async with asyncio.timeout(30):
-            await waiting
+        await waiting
 
 
 async def test_work_that_does_not_end_when_it_is_cancelled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "CANCEL_SECONDS", 0.05)
-    actor, ends = Actor(), asyncio.Event()
-    watching = await supervised(actor, [])
+    watch, ends = await Watch().begun(), asyncio.Event()
 
     async def stubborn() -> None:
         while not ends.is_set():
             with suppress(asyncio.CancelledError):
                 await ends.wait()
 
-    waiting = asyncio.ensure_future(watching.unless_lost(["buffer"], stubborn()))
-    await actor.asked_again()
-    actor.life = None
+    waiting = asyncio.ensure_future(watch.supervisor.unless_lost(["buffer"], stubborn()))
+    await watch.actor.asked_again()
+    watch.actor.life = None
     with pytest.raises(RuntimeError, match="goes on 0 s after it was cancelled"):
         async with asyncio.timeout(30):
             await waiting
@@ -280,41 +242,34 @@ async def test_work_that_does_not_end_when_it_is_cancelled_is_an_error(monkeypat
 async def test_an_actor_that_answers_is_known_while_the_control_store_of_ray_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked, is_back, answered = threading.Event(), threading.Event(), asyncio.Event()
+    asked, is_back, life = threading.Event(), threading.Event(), asyncio.get_running_loop().create_future()
 
     def restarts(actor: Any) -> bool:
         asked.set()
         is_back.wait(30)
         return False
 
-    async def life() -> Life:
-        await answered.wait()
-        return FIRST
-
     monkeypatch.setattr(actors.deaths, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(actors.deaths, "_restarts", restarts)
-    asking = asyncio.ensure_future(life_of(type("Buffer", (), {"life": Method(life)})()))
+    asking = asyncio.ensure_future(life_of(type("Buffer", (), {"life": answering(life)})()))
     assert await asyncio.to_thread(asked.wait, 30)
-    answered.set()
+    life.set_result(FIRST)
     async with asyncio.timeout(20):
         assert await asking == FIRST
     is_back.set()
 
 
-async def test_a_cause_that_ray_does_not_tell_in_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cause_that_ray_does_not_tell_in_time_is_not_waited_for_and_a_bug_is_no_death(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     is_back = threading.Event()
     monkeypatch.setattr(actors.deaths, "CAUSE_SECONDS", 0.01)
     monkeypatch.setattr(actors.deaths, "_worker", lambda process: is_back.wait(30))
     assert await cause_of_death("buffer", FIRST) == "died; Ray's control store does not answer"
     is_back.set()
-
-
-async def test_a_bug_of_an_actor_that_is_asked_is_no_death() -> None:
-    async def life() -> Life:
-        raise RayTaskError("life", "a traceback", ZeroDivisionError())
-
+    bug = RayTaskError("life", "a traceback", ZeroDivisionError())
     with pytest.raises(RayTaskError):
-        await life_of(type("Buffer", (), {"life": Method(life)})())
+        await life_of(type("Buffer", (), {"life": answering(bug)})())
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------
@@ -347,14 +302,10 @@ def test_a_process_that_ray_ended_for_want_of_memory_is_named_with_its_size_and_
 
 def test_a_kill_by_the_kernel_is_likely_only_if_it_has_just_killed_something(tmp_path: Path) -> None:
     counters = tmp_path / "vmstat"
-
-    def count(kills: int) -> None:
-        counters.write_text(f"pgfault 7\noom_kill {kills}\n")
-
-    count(3)
+    counters.write_text("pgfault 7\noom_kill 3\n")
     kernel = KernelKills(counters)
     assert kernel.clause("buffer") == "", "what it killed before the run"
-    count(4)
+    counters.write_text("pgfault 7\noom_kill 4\n")
     assert kernel.clause("buffer").startswith(", most likely out of memory: the kernel has just killed a process")
     assert REMEDIES["buffer"] in kernel.clause("buffer")
     kernel._at -= 60
@@ -362,13 +313,8 @@ def test_a_kill_by_the_kernel_is_likely_only_if_it_has_just_killed_something(tmp
 
 
 async def test_a_rank_without_gpu_memory_says_what_to_change() -> None:
-    async def step(batch: bytes) -> None:
-        error = OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79 GiB"
-        )
-        raise RayTaskError("step", "a traceback", error)
-
-    rank: Any = type("Rank", (), {"step": Method(step)})()
+    error = OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79 GiB")
+    rank: Any = type("Rank", (), {"step": answering(RayTaskError("step", "a traceback", error))})()
     with pytest.raises(TrainerLost) as lost:
         await TrainerGroup.of(Config(), [rank]).step([b""])
     assert "CUDA out of memory" in str(lost.value) and REMEDIES["trainer"] in str(lost.value)
