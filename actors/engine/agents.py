@@ -108,7 +108,6 @@ def agents_of(
 
 
 def _load(name: str, load: Callable[[str], object], known: Collection[str]) -> None:
-    """Raise UserError unless vLLM has a parser of that name and can import it."""
     if name not in known:
         (near,) = difflib.get_close_matches(name, known, 1, cutoff=0.0)
         raise UserError(f"agents.tool_parser: vLLM has no parser {name!r}; the nearest is {near!r} of {sorted(known)}")
@@ -119,7 +118,6 @@ def _load(name: str, load: Callable[[str], object], known: Collection[str]) -> N
 
 
 def _call(call: Any) -> ToolCall | None:
-    """Convert a tool call of vLLM; None if its arguments are not a JSON object."""
     try:
         arguments = read_json(call.arguments)
     except ValueError:

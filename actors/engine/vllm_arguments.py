@@ -159,11 +159,6 @@ def has_experts(model_folder: Path) -> bool:
 
 
 def _adapter_arguments(lora: LoraConfig, dtype: str, model_folder: Path) -> dict[str, Any]:
-    """Return the arguments for an engine with one adapter, whose contents each publication replaces.
-
-    Raises:
-        UserError: vLLM cannot compute with an adapter of this model and type.
-    """
     if on_gpu() and dtype == "float32":
         raise UserError("model.dtype: vLLM computes adapters on GPUs in 16 bits, not in float32; use bfloat16")
     if not on_gpu() and has_experts(model_folder):
@@ -190,12 +185,8 @@ def can_overflow(settings: EngineSettings, model_folder: Path) -> bool:
 
 
 def _cpu_kv_cache_bytes(settings: EngineSettings, model_folder: Path) -> int:
-    """Return the configured size of the KV cache. By default it holds all requests at their maximum length, with at
-    most `CPU_KV_CACHE_BYTES`, but at least two requests.
-
-    Raises:
-        UserError: model and cache do not fit into the free memory.
-    """
+    """By default the cache holds all requests at their maximum length, with at most `CPU_KV_CACHE_BYTES`, but at least
+    two requests."""
     longest = settings.request_bytes(read_config(model_folder))
     usual = max(min(settings.sequences * longest, CPU_KV_CACHE_BYTES), 2 * longest)
     size = settings.generator.kv_cache_bytes or usual

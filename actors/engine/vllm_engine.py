@@ -211,7 +211,6 @@ class VllmEngine:
         return WeightUpdate(n_bytes, await self._swap(version, info, tries=1))
 
     async def _swap(self, version: PolicyVersion, info: dict[str, Any], tries: int) -> float:
-        """Pause, load the weights, resume; returns the seconds of the pause."""
         llm = self._running()
         # `pause_generation` would sleep 20 ms more, only to order the outputs.
         clear_cache = self._config.weights.kv_cache == "recompute"
@@ -226,11 +225,7 @@ class VllmEngine:
         return self.times.resume()
 
     async def _load(self, llm: AsyncLLM, info: dict[str, Any], version: PolicyVersion, tries: int) -> None:
-        """Load the weights, or the adapter, into the paused engine.
-
-        Raises:
-            RunFailed: every try failed; the engine holds parts of both versions and must not resume.
-        """
+        """Load the weights or the adapter. If every try fails, the engine has parts of both and must not resume."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         for tried in range(1, tries + 1):
@@ -298,7 +293,6 @@ class VllmEngine:
             waiting.cancel()
 
     def _death(self) -> RunFailed | None:
-        """Return the error to raise if the engine core is dead; the driver could not import vLLM's own errors."""
         if self._stopped:
             return RunFailed("the engine is stopped")
         dead = self._llm is not None and self._llm.errored
@@ -322,13 +316,8 @@ class VllmEngine:
 
 
 def _checked_experts(model_folder: Path, generation: Generation) -> np.dtype[Any]:
-    """Return the dtype of recorded routed experts; checks that the engine records experts of all tokens but the last.
-
-    Only vLLM's Model Runner V2 records routed experts, and some settings switch it off without a message.
-
-    Raises:
-        RunFailed: the engine records no experts, or other layers, experts or tokens than the trainer replays.
-    """
+    """Return the dtype of recorded routed experts. Only vLLM's Model Runner V2 records them, and some settings switch
+    it off without a message."""
     from service.learn.model.hf_config import read_config
     from service.learn.model.router_replay import routing_of_model
 
@@ -360,17 +349,12 @@ def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRe
 
 
 def _told(problem: ErrorDetails) -> str:
-    """Describe why vLLM refuses an argument, beginning with the name of the argument if vLLM gives the name."""
     name = ".".join(str(part) for part in problem["loc"])
     return (f"{name}: " if name else "") + problem["msg"].removeprefix("Value error, ")
 
 
 async def _start_adapter(llm: AsyncLLM, lora: LoraConfig, size: PolicySize) -> LoRARequest:
-    """Load an adapter that changes nothing; returns the reference with which requests select it and later adapters.
-
-    Raises:
-        RunFailed: the engine's model does not support such an adapter.
-    """
+    """Load an adapter that changes nothing; returns the reference with which requests select it and later adapters."""
     from vllm.lora.request import LoRARequest
 
     arguments = {"shapes": size.adapter, "rank": lora.rank, "alpha": lora.alpha}

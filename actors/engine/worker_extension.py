@@ -149,7 +149,6 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         self._close()
 
     def _check(self) -> None:
-        """Raise `WeightsGone` if weights were replaced while they were read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self._file is not None:

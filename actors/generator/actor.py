@@ -136,11 +136,6 @@ class Generator(ImageHolder, Supervised):
         return self._joined is not None
 
     def _set_up(self) -> Membership:
-        """Return the claimer and the outbox that `start` has set up.
-
-        Raises:
-            ProcessLost: this process has not been started; an earlier process of this generator was.
-        """
         if self._joined is None:
             raise ProcessLost(f"{self._name} was restarted and is not set up")
         return self._joined
@@ -219,7 +214,6 @@ class Generator(ImageHolder, Supervised):
 
     @property
     def _is_full(self) -> bool:
-        """Return whether the generator should not claim a group now."""
         return self._groups >= self._limit.groups
 
     async def _renew(self, incarnation: int, agents: AgentPlayer) -> None:
@@ -369,7 +363,6 @@ class Generator(ImageHolder, Supervised):
         self._engine.measure(metrics)
 
     async def _watch_engine(self) -> None:
-        """Raise if the engine has died; adapt the number of open groups to the engine's KV cache."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             await self._engine.check(self._config.generator.request_deadline)
@@ -377,18 +370,12 @@ class Generator(ImageHolder, Supervised):
                 self._room.set()
 
     async def _ask(self, method: Any, *arguments: Any) -> Any:
-        """Call the buffer.
-
-        Raises:
-            Unreachable: the call or its answer was lost.
-        """
         try:
             return await method.remote(*arguments)
         except ray.exceptions.RayActorError as error:
             raise Unreachable(str(error)) from error
 
     def _failed(self, error: BaseException) -> BaseException:
-        """End this process `EXIT_SECONDS` after an error, so that a broken engine serves no further request."""
         log.error("%s failed: %s", self._name, error)
         asyncio.get_running_loop().call_later(EXIT_SECONDS, os._exit, 1)
         return error

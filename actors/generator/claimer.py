@@ -100,7 +100,6 @@ class Claimer:
             raise Starved(waited) from error
 
     async def _poll(self, seconds: float, room: int) -> ClaimAnswer | None:
-        """Make one claim; returns None if `look_again` asks for a new claim before the answer comes."""
         self._look.clear()
         claim = Claim(self.generator, self.incarnation, self.serving(), self._request_id + 1)
         self._request_id += room

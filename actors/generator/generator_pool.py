@@ -96,7 +96,6 @@ class GeneratorPool:
             await self._start_again(name, failed)
 
     async def _start(self, name: str, generator: Any) -> None:
-        """Start a generator's engine, whose own deadline ends before that of the call."""
         self._supervisor.watch(name, partial(life_of, generator), self._settings.silent_deadline, BLOCKED)
         within = self._settings.start_deadline + CALL_SECONDS
         self.weights.register(name, str(await call(generator.start, who=name, within=within)))
@@ -141,13 +140,11 @@ class GeneratorPool:
                 naming.cancel()
 
     async def _name_what_blocks(self, name: str) -> None:
-        """Write to the terminal which code blocks a generator's event loop, until the task is cancelled."""
         for known in itertools.count():
             ask = partial(call, self._generators[name].blocked, known, who=name, within=None)
             self._say(f"{name}: {await retried(ask, ACTOR_FAILED, RESTARTING)}")
 
     def _ends(self, name: str) -> bool:
-        """Return whether this generator, or the run, is about to end."""
         return self._stopping or name in self._leaving
 
     # -- joining and leaving ------------------------------------------------------------------------------------------
@@ -191,7 +188,6 @@ class GeneratorPool:
         self._say(f"{name} has left")
 
     async def _let_go(self, name: str, error: BaseException) -> None:
-        """Remove a failed generator that has its own placement group; another generator may join if there is room."""
         self._leaving.add(name)
         self._count_failure(name, error)
         self._say(f"{name} failed ({in_a_line(error)}); it is let go")
@@ -199,7 +195,6 @@ class GeneratorPool:
         self._share()
 
     async def _forget(self, name: str) -> None:
-        """End the process of a generator that leaves or failed, and its pending calls; then forget it."""
         self._supervisor.forget(name)
         _give_back(self._generators[name], self._rooms.pop(name, None))
         await self.weights.forget(name)
@@ -209,7 +204,6 @@ class GeneratorPool:
         self._telemetry.left(name)
 
     def _share(self) -> None:
-        """Divide the open groups among the generators that stay."""
         staying = self.nodes()
         self._telemetry.generators(max(len(staying), self._settings.min_engines))
         for name in staying:
@@ -218,7 +212,6 @@ class GeneratorPool:
     # -- failures -----------------------------------------------------------------------------------------------------
 
     async def _start_again(self, name: str, error: BaseException) -> None:
-        """Restart a failed generator in a new process, retrying if the restart fails, and send the newest weights."""
         failed: BaseException | None = error
         while failed is not None and not self._ends(name):
             self._down.add(name)
@@ -237,7 +230,6 @@ class GeneratorPool:
             raise RunFailed(f"{name} failed {times} times; the last time: {in_a_line(error)}") from error
 
     async def _came_up(self, name: str) -> BaseException | None:
-        """Wait until a new process of a generator runs and has the newest weights; returns the error if that fails."""
 
         async def start() -> None:
             if not self._ends(name):
@@ -293,7 +285,6 @@ class GeneratorPool:
 
 
 def _give_back(generator: Any, room: PlacementGroup | None) -> None:
-    """End a generator's process, and remove its placement group if it has a separate one."""
     ray.kill(generator)
     if room is not None:
         remove_placement_group(room)

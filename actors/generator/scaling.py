@@ -85,7 +85,6 @@ class Scaling:
             self._joining = asyncio.ensure_future(self._join(self._pool.free_number()))
 
     def _within(self, ends_at: int) -> float:
-        """Return the seconds for which a generator of a drained node may continue."""
         left = ends_at / 1000 - time.time() - MARGIN_SECONDS
         return max(min(self._grace, left), 0.0) if ends_at else self._grace
 

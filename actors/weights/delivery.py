@@ -127,11 +127,7 @@ class Delivery:
         return time.monotonic() - start
 
     async def _pull(self, name: str, weights: PublishedWeights) -> None:
-        """Let an engine pull the weights; if the image of its node has vanished with its holder, try a new image.
-
-        Raises:
-            TrainerLost: the ranks do not hold the newest weights any more.
-        """
+        """If the image of the node has vanished with its holder, try a new image."""
         for tries_left in reversed(range(len(self._generators))):
             if (sources := await self._images.sources_for(name, weights)) is None:
                 return  # newer weights are about to be published

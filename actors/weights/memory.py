@@ -33,18 +33,14 @@ class WeightMemory:
         """Number of bytes of each buffer."""
         self._fd = os.memfd_create("baton-weights", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, PAGE + buffers * self._stride)
-        self._octets = _map(self._fd)
-        self._versions = _versions(self._octets)
+        self.whole = _map(self._fd)
+        """All bytes, versions included, [n] uint8."""
+        self._versions = _versions(self.whole)
         self._versions.fill_(NO_VERSION)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}#{os.fstat(self._fd).st_ino}"
         """The path by which processes of the same host open the memory. It includes the file's inode number, because
         descriptors are reused."""
         self._end = finalize(self, os.close, self._fd)
-
-    @property
-    def whole(self) -> Tensor:
-        """Return all bytes, versions included, [n] uint8."""
-        return self._octets
 
     @property
     def _stride(self) -> int:
@@ -55,17 +51,13 @@ class WeightMemory:
         return PAGE + buffer * self._stride
 
     def octets(self, buffer: int = 0) -> Tensor:
-        """Return the bytes of a buffer, [n] uint8; if this process uses a GPU, the memory is registered with CUDA."""
+        """Return the bytes of a buffer, [n] uint8."""
         start = self.start(buffer)
-        return self._octets[start : start + self.n_bytes]
+        return self.whole[start : start + self.n_bytes]
 
     def mark(self, version: int, buffer: int = 0) -> None:
         """Set the version of a buffer; `NO_VERSION` removes the version."""
         self._versions[buffer] = version
-
-    def register(self) -> None:
-        """Register the memory with CUDA; see the function `register`."""
-        register(self._octets)
 
     def close(self) -> None:
         """Close the memory, so that no other process can open it; it is freed when no process has it open."""

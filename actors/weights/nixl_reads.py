@@ -22,7 +22,6 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.weights.memory import WeightMemory
@@ -36,8 +35,8 @@ POLL_SECONDS = 0.001
 """Seconds between two checks of reads in progress."""
 VERSION_BYTES = 8
 
-Spans = NDArray[np.uint64]
-"""Spans of memory, [spans, 3]: address, number of bytes, device 0."""
+Spans = Sequence[tuple[int, int, int]]
+"""Spans of memory: the address in this process, the address in the other process, the number of bytes."""
 
 
 class ReadFailed(BatonError):
@@ -100,23 +99,29 @@ class NixlAgent:
         until = time.monotonic() + within
         if len(self._found) != len(remotes):
             self._found = torch.empty(len(remotes), dtype=torch.int64)
-        parts, at = [*zip(sources, remotes, strict=True)], memory.octets().data_ptr()
+        parts, address = [*zip(sources, remotes, strict=True)], memory.octets().data_ptr()
         self._meet({remote.agent for remote in remotes})
         for octets in (memory.whole, self._found):
             self._register(octets)
         self._check(version, parts, until)
-        self._all_read([(remote, *_spans(source, remote, at)) for source, remote in parts], until)
+        reads = list[tuple[RemoteMemory, Spans]]()
+        for source, remote in parts:
+            begin, ends = remote.address + source.start, source.part.ends
+            spans = [(address + at, begin + end - n, n) for (at, n), end in zip(source.part.spans, ends, strict=True)]
+            reads.append((remote, spans))
+        self._all_read(reads, until)
         self._check(version, parts, until)
 
     def _check(self, version: int, parts: Sequence[tuple[Source, RemoteMemory]], until: float) -> None:
-        """Read the version of every part; raises `ReadFailed` if the version of a part is not `version`."""
-        versions = zip(parts, self._found, strict=True)
-        self._all_read([(part[1], *_version_span(*part, into=word)) for part, word in versions], until)
+        words = [
+            (remote, [(word.data_ptr(), remote.address + VERSION_BYTES * source.buffer, VERSION_BYTES)])
+            for (source, remote), word in zip(parts, self._found, strict=True)
+        ]
+        self._all_read(words, until)
         if (found := set(self._found.tolist())) != {version}:
             raise ReadFailed(f"there are other weights (versions {sorted(found)}, not {version})")
 
     def _meet(self, agents: set[bytes]) -> None:
-        """Add these agents as NIXL's remote agents, and remove all others."""
         for metadata in self._agents.keys() - agents:
             _asked(self._agent.remove_remote_agent, self._agents.pop(metadata))
         for metadata in agents - self._agents.keys():
@@ -127,9 +132,8 @@ class NixlAgent:
             _asked(self._agent.register_memory, [(octets.data_ptr(), octets.nbytes, 0, "")], "DRAM")
             self._registered[octets.data_ptr()] = octets
 
-    def _all_read(self, reads: Sequence[tuple[RemoteMemory, Spans, Spans]], until: float) -> None:
-        """Read spans from several processes at once; returns when all spans have arrived."""
-        begun = [self._begin(self._agents[remote.agent], here, there) for remote, here, there in reads if len(here)]
+    def _all_read(self, reads: Sequence[tuple[RemoteMemory, Spans]], until: float) -> None:
+        begun = [self._begin(self._agents[remote.agent], spans) for remote, spans in reads if spans]
         try:
             for handle in begun:
                 while (state := _asked(self._agent.check_xfer_state, handle)) == "PROC":
@@ -142,8 +146,10 @@ class NixlAgent:
             for handle in begun:
                 _asked(self._agent.release_xfer_handle, handle)
 
-    def _begin(self, name: str, here: Spans, there: Spans) -> Any:
-        places = [_asked(self._agent.get_xfer_descs, spans, "DRAM") for spans in (here, there)]
+    def _begin(self, name: str, spans: Spans) -> Any:
+        here, there, n_bytes = np.array(spans, np.uint64).T
+        triples = (np.stack([at, n_bytes, np.zeros_like(at)], 1) for at in (here, there))
+        places = [_asked(self._agent.get_xfer_descs, triple, "DRAM") for triple in triples]
         handle = _asked(self._agent.initialize_xfer, "READ", *places, name)
         _asked(self._agent.transfer, handle)
         return handle
@@ -156,24 +162,3 @@ def _asked(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
     except Exception as error:
         raise ReadFailed(f"NIXL failed ({type(error).__name__}: {error})") from error
-
-
-def _spans(source: Source, remote: RemoteMemory, address: int) -> tuple[Spans, Spans]:
-    """Return the spans of a part in a file at `address` of this process, and in the memory of the other process.
-
-    >>> from actors.weights.part import WeightPart
-    >>> source = Source(WeightPart(((0, 8), (20, 4))), "", start=4096)
-    >>> [spans.tolist() for spans in _spans(source, RemoteMemory(b"", 100_000), 500)]
-    [[[500, 8, 0], [520, 4, 0]], [[104096, 8, 0], [104104, 4, 0]]]
-    """
-    part = source.part
-    at, n_bytes = np.array(part.spans, np.uint64).reshape(-1, 2).T
-    begin = np.array(part.ends, np.uint64) - n_bytes + np.uint64(remote.address + source.start)
-    device = np.zeros_like(n_bytes)
-    return np.stack([at + np.uint64(address), n_bytes, device], 1), np.stack([begin, n_bytes, device], 1)
-
-
-def _version_span(source: Source, remote: RemoteMemory, into: Tensor) -> tuple[Spans, Spans]:
-    """Return the spans of a buffer's version: of `into` in this process, and of the memory of the other process."""
-    at = remote.address + VERSION_BYTES * source.buffer
-    return np.array([[into.data_ptr(), VERSION_BYTES, 0]], np.uint64), np.array([[at, VERSION_BYTES, 0]], np.uint64)

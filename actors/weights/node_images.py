@@ -98,7 +98,6 @@ class NodeImages:
         self._begin(list({self._node_of[name]: name for name in lacking}.values()), weights)
 
     def _is_beside(self, name: str, weights: PublishedWeights) -> bool:
-        """Return whether a generator is on the host of every rank that holds a part."""
         nodes = {self._trainer.nodes[rank] for rank, source in enumerate(weights.sources) if source.part.spans}
         return nodes == {self._node_of[name]}
 
@@ -126,7 +125,6 @@ class NodeImages:
         self._held.pop(self._node_of[name], None)
 
     def _begin(self, names: Sequence[str], weights: PublishedWeights) -> list[NodeImage]:
-        """Begin to send weights to the nodes of these generators, which become the holders of the images."""
         begun = [NodeImage(weights, name, self._generators[name]) for name in names]
         self._held |= {self._node_of[held.holder]: held for held in begun}
         if begun:
@@ -136,7 +134,6 @@ class NodeImages:
         return begun
 
     async def _send(self, weights: PublishedWeights, begun: Sequence[NodeImage]) -> None:
-        """Copy the weights into these images, one on each node."""
         try:
             if unread := await self._read(weights, begun):
                 await self._send_buckets(weights, unread)
@@ -153,7 +150,6 @@ class NodeImages:
             held.arrived.set()
 
     async def _read(self, weights: PublishedWeights, begun: Sequence[NodeImage]) -> list[NodeImage]:
-        """Let generators read images from the ranks with NIXL; returns the images that have to be sent."""
         if self._failures >= MAX_FAILURES:
             return [*begun]
         answers = await self._trainer.remotes()
@@ -169,7 +165,6 @@ class NodeImages:
         return [held for held in begun if held.path is None and held.error is None]
 
     async def _read_one(self, held: NodeImage, remotes: Sequence[RemoteMemory]) -> str:
-        """Let a generator read an image; returns the reason if NIXL fails."""
         within = self._deadline / TRIES
         arguments = held.weights.version.pack(), held.weights.sources, remotes, within
         try:
@@ -183,13 +178,6 @@ class NodeImages:
         return str(reason)
 
     async def _send_buckets(self, weights: PublishedWeights, images: Sequence[NodeImage]) -> None:
-        """Send the ranks' parts to generators, which fetch each bucket as an object of Ray and write it into their
-        images. The `error` of an image is set if its generator fails.
-
-        Raises:
-            Replaced: the trainer has newer weights.
-            TrainerLost: a rank does not answer.
-        """
         at_once, within, version = asyncio.Semaphore(AT_ONCE), self._deadline / TRIES, weights.version.pack()
 
         async def write(held: NodeImage, bucket: WeightBucket, message: Any) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.weights.memory import NO_VERSION, WeightMemory
+from actors.weights.memory import NO_VERSION, WeightMemory, register
 from actors.weights.nixl_reads import NixlAgent, ReadFailed, RemoteMemory
 from actors.weights.part import TYPES, Source, WeightBucket, WeightPart
 from actors.weights.policy_tensors import Octets, checksum_of
@@ -48,7 +48,7 @@ class PartBuffers:
             self.version = None  # until all bytes are there
             if part != self.part:
                 memory = WeightMemory(part.n_bytes, 2)
-                memory.register()
+                register(memory.whole)
                 self._memory.close()
                 self._agent = None
                 self._memory, self.part = memory, part
