@@ -29,28 +29,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_a_generator_waits_only_while_it_has_no_group_and_evaluates_nothing(clock: Clock) -> None:
-    doing = Activity(Trace(), EngineTimes())
+def test_the_states_of_a_generator_follow_its_engine_and_it_waits_only_without_group_and_evaluation(
+    clock: Clock,
+) -> None:
+    engine = EngineTimes()
+    doing = Activity(Trace(), engine)
     assert doing.elapsed == doing.seconds == 0.0
     doing.begin()
     clock.now += 2
-    assert doing.seconds == 2.0
     assert doing.busy("lookahead") == 2.0 and doing.busy("claim") is None
-    clock.now += 5
-    doing.idle()
-    clock.now += 1
-    assert (doing.seconds, doing.elapsed) == (3.0, 8.0)
-    with doing.evaluating():
-        clock.now += 4
-    assert doing.busy("claim") == 1.0
-    assert doing.by_state()["evaluating"] == 4.0
-
-
-def test_the_states_of_a_generator_follow_its_engine(clock: Clock) -> None:
-    engine = EngineTimes()
-    doing = Activity(Trace(), engine)
-    doing.begin()
-    doing.busy("claim")
     clock.now += 1  # the environment prepares
     with engine.request() as seconds_of:
         clock.now += 2
@@ -61,4 +48,11 @@ def test_the_states_of_a_generator_follow_its_engine(clock: Clock) -> None:
         clock.now += 4
         assert seconds_of(None) == {"pause": 3.0}
     clock.now += 5
-    assert doing.by_state() == {"starting": 0.0, "waiting": 0.0, "environment": 6.0, "generating": 6.0, "paused": 3.0}
+    doing.idle()
+    clock.now += 1
+    assert (doing.seconds, doing.elapsed) == (3.0, 18.0)
+    with doing.evaluating():
+        clock.now += 4
+    assert doing.busy("claim") == 1.0
+    states = {"starting": 0.0, "waiting": 3.0, "environment": 6.0, "generating": 6.0, "paused": 3.0}
+    assert doing.by_state() == states | {"evaluating": 4.0}

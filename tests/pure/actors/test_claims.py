@@ -56,30 +56,20 @@ async def test_the_first_claim_asks_at_once_and_the_next_ones_wait() -> None:
     assert claimer.waited_for == "lookahead" and claimer.waiting is None
 
 
-async def test_why_there_is_no_work_can_be_seen_while_there_is_none() -> None:
-    open_poll: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
-    claimer = source(FakeBuffer(LOOKAHEAD, open_poll))
-    waiting = asyncio.ensure_future(claimer.next())
-    while claimer.waiting is None:
-        await asyncio.sleep(0)
-    assert claimer.waiting == LOOKAHEAD
-    open_poll.set_result(groups(1))
-    assert await waiting == group(1)
-
-
-async def test_no_more_work_is_none() -> None:
-    assert await source(FakeBuffer(LOOKAHEAD, DRAINED)).next() is None
-
-
 async def test_a_generator_that_leaves_claims_no_more_also_while_it_waits() -> None:
     buffer = FakeBuffer(LOOKAHEAD, asyncio.get_running_loop().create_future())
     claimer = source(buffer)
     waiting = asyncio.ensure_future(claimer.next())
     while len(buffer.claims) < 2:
         await asyncio.sleep(0)
+    assert claimer.waiting == LOOKAHEAD, "why there is no work can be seen"
     claimer.leave()
     assert await waiting is None and await claimer.next() is None
     assert len(buffer.claims) == 2
+    claimer = source(FakeBuffer(groups(3, 4)))
+    assert await claimer.next(room=2) == group(3)
+    claimer.leave()
+    assert await claimer.next() is None, "what arrived is left to others"
 
 
 async def test_a_newer_version_makes_a_new_claim_and_the_overtaken_one_loses_nothing() -> None:
@@ -121,10 +111,3 @@ async def test_the_groups_of_one_answer_are_given_out_one_by_one_without_another
     assert buffer.most == [4, 1, 2]
     numbers = [claim.request_id for claim, _ in buffer.claims]
     assert numbers == [1, 5, 6], "each group that was asked for has a number of its own"
-
-
-async def test_what_arrived_for_a_generator_that_leaves_is_left_to_others() -> None:
-    claimer = source(FakeBuffer(groups(3, 4)))
-    assert await claimer.next(room=2) == group(3)
-    claimer.leave()
-    assert await claimer.next() is None

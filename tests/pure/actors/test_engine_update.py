@@ -192,16 +192,9 @@ async def test_an_update_is_labelled_before_requests_go_on_and_their_cache_is_cl
 
 
 @pytest.mark.parametrize("part", ["start", "load", "finish"])
-async def test_what_fails_once_is_loaded_again_in_the_same_pause(engine: VllmEngine, part: str) -> None:
-    llm = llm_of(engine)
-    llm.failing = {part: 1}
-    await engine.update_weights(NEW, *sent())
-    assert (llm.did[0], llm.did[-5:]) == ("pause", LOADED[1:])
-    assert [llm.did.count(once) for once in ("pause", "resume", "label 1:1")] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("part", ["start", "load", "finish"])
-async def test_an_engine_that_cannot_load_stays_paused_and_keeps_its_label(engine: VllmEngine, part: str) -> None:
+async def test_what_fails_once_is_loaded_again_in_the_same_pause_and_then_the_engine_stays_paused(
+    engine: VllmEngine, part: str
+) -> None:
     llm = llm_of(engine)
     llm.failing = {part: 2}
     with pytest.raises(RunFailed, match=r"version 1:1 were not loaded in 2 tries") as failed:
@@ -209,8 +202,11 @@ async def test_an_engine_that_cannot_load_stays_paused_and_keeps_its_label(engin
     assert f"{part} failed in the worker" in str(failed.value.__cause__)
     assert not {"resume", "label 1:1"} & set(llm.did)
     assert (engine.serving, files_open()) == (PolicyVersion(1, 0), 0)
+    llm.did.clear()
+    llm.failing = {part: 1}
     await engine.update_weights(NEW, *sent())
-    assert llm.did[-6:] == LOADED
+    assert (llm.did[0], llm.did[-5:]) == ("pause", LOADED[1:])
+    assert [llm.did.count(once) for once in ("pause", "resume", "label 1:1")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -374,14 +370,8 @@ async def test_an_adapter_takes_the_same_way_but_not_vllms_update_which_would_re
 
 @pytest.mark.parametrize(
     "tensors",
-    [
-        {A: ADAPTER[A]},
-        ADAPTER | {B: ADAPTER[B].T.contiguous()},
-        {A.replace(".0.", ".1."): ADAPTER[A], B: ADAPTER[B]},
-        ADAPTER | {"norm.weight": torch.ones(4)},
-        WEIGHTS,
-    ],
-    ids=["missing", "turned", "renamed", "more", "other"],
+    [{A: ADAPTER[A]}, ADAPTER | {B: ADAPTER[B].T.contiguous()}, ADAPTER | {"norm.weight": torch.ones(4)}, WEIGHTS],
+    ids=["missing", "turned", "more", "other"],
 )
 @pytest.mark.parametrize("transport", ["memory", "ipc"])
 async def test_another_adapter_than_the_policys_never_pauses_the_engine(
@@ -395,12 +385,10 @@ async def test_another_adapter_than_the_policys_never_pauses_the_engine(
 
 
 async def test_an_adapter_that_some_workers_may_lack_is_loaded_again_or_the_engine_stays_paused(tmp_path: Path) -> None:
-    engine, newer = engine_with_adapter(tmp_path), PolicyVersion(1, 2)
-    llm_of(engine).failing = {"update_adapter": 1}
-    await engine.update_weights(NEW, imaged(save(ADAPTER)), 0)
-    assert llm_of(engine).did.count("update_adapter") == 2
-    llm_of(engine).did.clear()
-    llm_of(engine).failing = {"update_adapter": 2}
+    engine = engine_with_adapter(tmp_path)
+    llm_of(engine).failing = {"update_adapter": 3}
     with pytest.raises(RunFailed, match="not loaded in 2 tries"):
-        await engine.update_weights(newer, imaged(save(ADAPTER), newer), 0)
-    assert (llm_of(engine).did, engine.serving) == (["pause", "update_adapter", "update_adapter"], NEW)
+        await engine.update_weights(NEW, imaged(save(ADAPTER)), 0)
+    assert (llm_of(engine).did, engine.serving) == (["pause", "update_adapter", "update_adapter"], PolicyVersion(1, 0))
+    await engine.update_weights(NEW, imaged(save(ADAPTER)), 0)
+    assert llm_of(engine).did.count("update_adapter") == 4 and engine.serving == NEW

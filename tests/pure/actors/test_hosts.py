@@ -31,7 +31,8 @@ def watching(found: dict[str, ClusterHost]) -> tuple[HostWatch, list[str]]:
     return watch, said
 
 
-def test_each_host_and_what_it_holds_is_said_at_the_start_in_a_line() -> None:
+def test_each_host_and_what_it_holds_is_said_at_the_start_in_a_line_if_there_are_several() -> None:
+    assert watching({"one": HEAD})[1] == []
     _, said = watching(ALL | {"four": ClusterHost("10.0.0.4", ())})
     assert said == [
         "host 10.0.0.1: buffer, driver",
@@ -54,10 +55,6 @@ def test_looking_at_the_hosts_prints_no_warning_of_ray(monkeypatch: pytest.Monke
     monkeypatch.setattr(ray, "nodes", lambda: [one])
     with warnings.catch_warnings(action="error"):
         assert driver_hosts.hosts() == {node.hex(): ClusterHost("10.0.0.1", ("buffer", "driver"), 7000)}
-
-
-def test_nothing_is_said_where_there_is_one_host() -> None:
-    assert watching({"one": HEAD})[1] == []
 
 
 def test_a_host_that_goes_is_said_once_with_what_it_held_and_one_that_joins_too() -> None:

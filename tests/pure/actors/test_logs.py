@@ -98,19 +98,6 @@ def test_on_a_host_without_the_run_folder_the_output_stays_in_rays_log(tmp_path:
     assert ray.read_text() == "a word\n" and not [*logs.iterdir()]
 
 
-def test_an_evaluation_that_failed_before_an_engine_began_leaves_no_empty_folder() -> None:
-    said: list[str] = []
-    with contextlib.suppress(RunFailed), logs_kept_on_failure(said.append) as logs:
-        raise RunFailed("Ray did not start")
-    assert not logs.exists() and said == []
-
-
-def test_outside_of_a_run_output_is_left_alone(tmp_path: Path) -> None:
-    code = BEGINNING + "print('as before')"
-    answer = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
-    assert answer.stdout == "as before\n"
-
-
 @pytest.mark.parametrize(("error", "stays"), [(None, False), (SystemExit(143), False), (RunFailed("dead"), True)])
 def test_the_logs_of_an_evaluation_stay_where_it_failed(
     error: BaseException | None, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -123,3 +110,6 @@ def test_the_logs_of_an_evaluation_stay_where_it_failed(
             raise error
     assert (logs / "engine-0.log").exists() is stays
     assert [str(logs) in line for line in said] == [True] * stays
+    with contextlib.suppress(RunFailed), logs_kept_on_failure(said.append) as logs:
+        raise RunFailed("Ray did not start")
+    assert not logs.exists() and len(said) == stays, "before an engine began"

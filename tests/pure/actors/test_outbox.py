@@ -100,7 +100,6 @@ async def test_the_turns_of_a_group_travel_in_one_message_which_goes_when_the_gr
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 1000.0)
-
     buffer = FakeBuffer()
     async with sending(buffer) as (outbox, _):
         for index in range(3):
@@ -119,7 +118,6 @@ async def test_the_turns_of_a_group_travel_in_one_message_which_goes_when_the_gr
 
 async def test_complete_groups_wait_for_as_many_as_the_next_mini_batch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 1000.0)
-
     buffer = FakeBuffer(lambda group: Receipt(wanted=3))
     async with sending(buffer) as (outbox, _):
 
@@ -131,17 +129,13 @@ async def test_complete_groups_wait_for_as_many_as_the_next_mini_batch_lacks(mon
             return buffer.group_ids()
 
         assert await complete(0) == [0]  # the buffer has not said yet what it lacks
-        assert await complete(1) == [0]
-        assert await complete(2) == [0]
-        assert await complete(3) == [0, 1, 2, 3]
-        assert await complete(4) == [0, 1, 2, 3]
+        assert [await complete(group_id) for group_id in (1, 2, 3, 4)] == [[0], [0], [0, 1, 2, 3], [0, 1, 2, 3]]
         assert await complete(5, last=True) == [0, 1, 2, 3, 4, 5]
         assert len(buffer.sent) == 3
 
 
 async def test_a_turn_of_a_group_that_takes_long_is_not_held_back_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 0.01)
-
     buffer = FakeBuffer()
     async with sending(buffer) as (outbox, _):
         outbox.append(step(0))
@@ -255,13 +249,6 @@ async def test_a_refused_trajectory_does_not_take_the_others_of_its_message_with
     assert sorted(group_id for data in accepted for group_id in decoded(data).ends.group_id_E.tolist()) == [1, 2]
     assert buffer.refused == [TrajectoryId(POISONED, 0)]
     assert outbox.refusals[RefusalReason.LOGPROB] == 2 and outbox.counts["steps"] == 2
-
-
-async def test_trajectories_that_need_no_more_work_are_passed_on() -> None:
-    late = TrajectoryId(4, 0), TrajectoryId(5, 0)
-    buffer = FakeBuffer(lambda group: Receipt(late=late))
-    await deliver(buffer, [step(4), step(5), step(6)])
-    assert buffer.refused == [*late]
 
 
 async def test_a_fenced_incarnation_fails() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -206,58 +205,21 @@ async def test_one_that_leaves_holds_up_no_publication(monkeypatch: pytest.Monke
     await running
 
 
+@pytest.mark.parametrize(("jump", "within"), [(0.0, (2.0, 3.0)), (-3600.0, (GRACE,)), (3600.0, (0.0,))])
 async def test_what_is_on_a_drained_node_leaves_in_time_and_another_one_joins_though_none_was_left(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, jump: float, within: tuple[float, ...]
 ) -> None:
-    world = World(monkeypatch, most=1)
-    running = await world.running()
-    soon = int((time.time() + MARGIN_SECONDS + 3) * 1000)
-    world.scaling.look({"a": soon})
-    assert world.pool.nodes() == {}
-    await world.settled("generator-1", draining={"a": soon})
-    left_within = float(next(line for line in world.said if "leaves within" in line).split()[-2])
-    assert left_within <= 3 and not running.done()
-    world.there[1].ended.set()
-    await running
-
-
-@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
-async def test_a_clock_that_jumps_lets_a_drained_generator_go_on_for_no_longer_than_its_grace(
-    monkeypatch: pytest.MonkeyPatch, jump: float
-) -> None:
+    """Where the clock jumps, it goes on for no longer than its grace."""
     now, world = time.time(), World(monkeypatch, most=1)
-    running = await world.running()
+    running, soon = await world.running(), {"a": int((now + MARGIN_SECONDS + 3) * 1000)}
     monkeypatch.setattr(scaling, "time", SimpleNamespace(time=lambda: now + jump, monotonic=time.monotonic))
-    world.scaling.look({"a": int((now + MARGIN_SECONDS + 3) * 1000)})
-    await world.settled("generator-1", draining={"a": 1})
-    assert float(next(line for line in world.said if "leaves within" in line).split()[-2]) in (0.0, GRACE)
+    world.scaling.look(soon)
+    assert world.pool.nodes() == {}
+    await world.settled("generator-1", draining=soon)
+    assert float(next(line for line in world.said if "leaves within" in line).split()[-2]) in within
+    assert not running.done()
     world.there[1].ended.set()
     await running
-
-
-async def test_two_that_join_while_one_leaves_all_arrive_and_share_the_groups(world: World) -> None:
-    running, drained = await world.running(), {"a": 0}
-    world.there[0].leave = Method(partial(slow_leave, world.there[0], may_leave := asyncio.Event()))
-    world.scaling.look(drained)
-    await world.pool.weights.publish(published(2))
-    await world.looked(lambda: "generator-1" in world.pool.nodes(), draining=drained)
-    may_leave.set()
-    await world.looked(lambda: "generator-0 has left" in world.lines, draining=drained)
-    await world.looked(lambda: len(world.pool.nodes()) == 3, draining=drained)
-    await world.pool.weights.published()
-    there = [world.there[int(name[-1])] for name in world.pool.nodes()]
-    await world.looked(lambda: [made.most for made in there] == [GROUPS // 3] * 3, draining=drained)
-    assert len({made.name for made in there}) == 3 and world.told.gone.count("generator-0 left") == 1
-    for made in there:
-        assert f"{made.name} takes 1:2" in " ".join(world.said)
-        made.ended.set()
-    await running
-
-
-async def slow_leave(leaving: Here, may: asyncio.Event, grace: float) -> None:
-    """Play on until it may leave."""
-    await may.wait()
-    leaving.ended.set()
 
 
 async def test_one_that_starts_again_on_a_node_that_is_drained_leaves_and_another_one_joins(
