@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -14,14 +13,11 @@ from typing import Annotated, Any
 import numpy as np
 import pydantic
 import pytest
-import torch
-from safetensors.torch import save_file
 
 import actors.engine.vllm_arguments
 import actors.engine.vllm_engine
 from actors.engine.vllm_engine import WARM_UP, VllmEngine
-from actors.weights.policy_tensors import ADAPTER, ADAPTER_ID
-from service.config import Config, LoraConfig, ModelConfig, WeightsConfig
+from service.config import Config, WeightsConfig
 from service.errors import RunFailed, UserError
 from service.rollout.engine import Generation, Sampling, validate_generation
 from service.types import NO_VERSION, PolicyVersion
@@ -40,28 +36,17 @@ class FakeVllm:
         self.completion = completion
         self.errored = False
         self.asked: list[tuple[dict[str, Any], Any]] = []
-        self.adapters: list[Any] = []
-        self.called: list[tuple[str, dict[str, Any]]] = []
-        self.released = asyncio.Event()
-        self.released.set()
 
     async def generate(
         self, prompt: dict[str, Any], params: Any, request_id: str, lora_request: Any
     ) -> AsyncIterator[Any]:
         self.asked.append((prompt, params))
-        self.adapters.append(lora_request)
-        await self.released.wait()
         if isinstance(self.completion, Exception):
             raise self.completion
         yield SimpleNamespace(outputs=[self.completion], num_cached_tokens=4, metrics=None)
 
     async def update_weight_version(self, version: str) -> None:
         pass
-
-    async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-        self.called.append((method, kwargs))
-        if isinstance(self.completion, Exception):
-            raise self.completion
 
 
 def completion(**changed: Any) -> SimpleNamespace:
@@ -120,6 +105,9 @@ async def test_an_end_was_sampled_unless_a_string_or_a_limit_made_it(
 ) -> None:
     generation = await answered(engine, finish_reason=finish, stop_reason=stop)
     assert (generation.stop_reason, generation.sampled_end) == (finish, ended)
+    ((prompt, params),) = engine._llm.asked  # type: ignore[union-attr]
+    assert prompt == {"type": "token", "prompt_token_ids": PROMPT.tolist()}
+    assert (params.max_tokens, params.logprobs, params.output_kind) == (4, 0, Kinds.FINAL_ONLY)
 
 
 @pytest.mark.parametrize(
@@ -138,25 +126,6 @@ async def test_what_vllm_leaves_out_is_said_by_the_agent_loop(
     assert found is not None and why in found
 
 
-async def test_a_prompt_reuses_only_what_the_version_that_is_served_has_cached(engine: VllmEngine) -> None:
-    await answered(engine)
-    engine._serve(PolicyVersion(0, 7))
-    before = engine._llm.asked  # type: ignore[union-attr]
-    assert before[0][0] == {"type": "token", "prompt_token_ids": PROMPT.tolist()}
-    await answered(engine)
-    assert engine._llm.asked[0][0]["cache_salt"] == "7"  # type: ignore[union-attr]
-
-
-async def test_a_turn_is_asked_for_as_it_is_to_be_sampled(engine: VllmEngine) -> None:
-    engine._llm = llm = FakeVllm(completion())  # type: ignore[assignment]
-    sampling = Sampling(4, 0.7, ("</s>",), (2, 3))
-    await engine.generate(PROMPT, sampling, "r")
-    ((_, params),) = llm.asked
-    assert (params.max_tokens, params.temperature) == (4, 0.7)
-    assert (params.stop, params.stop_token_ids, params.detokenize) == (["</s>"], [2, 3], True)
-    assert (params.logprobs, params.flat_logprobs, params.output_kind) == (0, True, Kinds.FINAL_ONLY)
-
-
 async def test_an_error_of_vllm_is_itself_unless_the_core_died_of_it(engine: VllmEngine) -> None:
     engine._llm = llm = FakeVllm(ValueError("prompt too long"))  # type: ignore[assignment]
     with pytest.raises(ValueError, match="prompt too long"):
@@ -165,18 +134,6 @@ async def test_an_error_of_vllm_is_itself_unless_the_core_died_of_it(engine: Vll
     with pytest.raises(RunFailed, match="the engine core died"):
         await engine.generate(PROMPT, Sampling(4), "r")
     assert (engine.running, dict(engine.counts)) == (0, {})
-
-
-async def test_a_turn_that_is_given_up_is_no_longer_under_way(engine: VllmEngine) -> None:
-    engine._llm = llm = FakeVllm(completion())  # type: ignore[assignment]
-    llm.released.clear()
-    turn = asyncio.ensure_future(engine.generate(PROMPT, Sampling(4), "r"))
-    while not llm.asked:
-        await asyncio.sleep(0)
-    assert engine.running == 1
-    turn.cancel()
-    await asyncio.wait([turn])
-    assert engine.running == 0
 
 
 MIXTURE = {
@@ -239,40 +196,3 @@ async def test_an_engine_that_records_other_experts_than_the_trainer_replays_fai
     with pytest.raises(RunFailed, match=r"replays 2 experts in 3 or 2 layers .*VLLM_USE_V2_MODEL_RUNNER") as failed:
         await start_on_gpu(engine, tmp_path, monkeypatch, shape)
     assert str(() if shape is None else shape) in str(failed.value)
-
-
-async def start_with_adapter(engine: VllmEngine, folder: Path, llm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start an engine on a layer from 3 to 4 numbers, with an adapter."""
-    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 8}
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "head_dim": 4} | shape))
-    save_file({"layers.0.mlp.up_proj.weight": torch.ones(4, 3)}, folder / "model.safetensors")
-    engine._config = Config(model=ModelConfig(lora=LoraConfig(rank=2, alpha=3)))
-    engine._model_folder = folder
-    module = ModuleType("vllm.lora.request")
-    monkeypatch.setitem(sys.modules, "vllm.lora", ModuleType("vllm.lora"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    module.LoRARequest = lambda name, number, path: (name, number)  # type: ignore[attr-defined]
-    monkeypatch.setattr(actors.engine.vllm_engine, "_build", lambda arguments, with_load: (llm, None))
-    await engine.start(PolicyVersion(0, 0))
-
-
-async def test_every_turn_names_the_policys_adapter_which_changes_nothing_until_one_is_published(
-    engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await answered(engine)
-    assert engine._llm.adapters == [None]  # type: ignore[union-attr]
-    llm = FakeVllm(completion())
-    await start_with_adapter(engine, tmp_path, llm, monkeypatch)
-    module = "base_model.model.layers.0.mlp.up_proj"
-    shapes = {f"{module}.lora_A.weight": (2, 3), f"{module}.lora_B.weight": (4, 2)}
-    assert llm.called == [("start_adapter", {"shapes": shapes, "rank": 2, "alpha": 3.0})]
-    await engine.generate(PROMPT, Sampling(max_tokens=4), "r")
-    assert llm.adapters == [(ADAPTER, ADAPTER_ID)] * 2, "the warm-up, and the turn"
-
-
-async def test_an_engine_that_takes_no_such_adapter_does_not_start(
-    engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refusing = FakeVllm(ValueError("the model has no layer with an adapter at layers.0.mlp.up_proj"))
-    with pytest.raises(RunFailed, match=r"as in model\.lora: the model has no layer with an adapter at layers"):
-        await start_with_adapter(engine, tmp_path, refusing, monkeypatch)

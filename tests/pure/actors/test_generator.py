@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 
@@ -22,13 +20,12 @@ from actors.generator.actor import Generator, Membership
 from actors.generator.claimer import Claimer
 from actors.generator.outbox import Outbox
 from baton.examples import lookup
-from service.agents.sessions import session_key
 from service.config import Config
 from service.config.core_settings import message_limits
 from service.errors import ProcessLost, RunFailed, WeightsGone
 from service.evaluation.scores import EvalShard
-from service.handoff.steps.tables import end_objects, ends_table, steps_table, trajectory_ids
-from service.handoff.steps.wire import decode, encode
+from service.handoff.steps.tables import end_objects, trajectory_ids
+from service.handoff.steps.wire import decode
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.observe.loop_watch import WATCH
 from service.observe.metrics import Metrics
@@ -36,11 +33,10 @@ from service.rollout import env_guard
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.engine import Generation, Sampling
-from service.rollout.environment import AgentSession, Message, StepResult, Task
+from service.rollout.environment import Message, StepResult, Task
 from service.rollout.prompts.dataset import write_rows
-from service.rollout.run_secret import RunSecret
-from service.types import NO_VERSION, Int32s, PolicyVersion, Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
-from tests.pure.actors.fakes import answering, until
+from service.types import NO_VERSION, Int32s, PolicyVersion, StepGroup, TrajectoryEnd, TrajectoryId
+from tests.pure.actors.fakes import until
 
 
 class FakeEngine:
@@ -169,110 +165,6 @@ async def test_every_sample_of_a_claimed_group_reaches_the_buffer_and_is_counted
     assert (status["counts"]["end_max_turns"], status["outbox"]["steps"], status["groups"]) == (6, 6 * max_turns, 0)
     assert status["environments"] == {"lookup": {"trajectories": 6.0}}
     assert f'baton_generated_tokens_total{{ident="g",role="generator"}} {6 * max_turns}.0' in measured(generator)
-
-
-async def test_groups_that_were_claimed_together_are_played_also_where_there_is_room_for_fewer_by_then(
-    generator: Generator, tmp_path: Path
-) -> None:
-    class Shrinking(FakeBuffer):
-        async def claim(self, claim: Claim, seconds: float, most: int) -> list[Assignment] | Wait:
-            if claim.request_id > 1:
-                return self.answers[-1]  # type: ignore[return-value]
-            generator._limit.groups = 1  # as after a preemption in the engine
-            return [Assignment(g % 2, f"lookup-0-{g % 2}", g % 2, (g,), (0,)) for g in range(min(most, 3))]
-
-    buffer = Shrinking()
-    engine, may_answer, asked = join(generator, Config(), tmp_path, buffer), asyncio.Event(), list[str]()
-    answered = engine.generate
-
-    async def generate(prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
-        asked.append(request_id)
-        await may_answer.wait()
-        return await answered(prompt_ids, sampling, request_id)
-
-    engine.generate = generate  # type: ignore[method-assign]
-    running = asyncio.create_task(generator.run())
-    async with asyncio.timeout(120):
-        while len(asked) < 3:
-            await asyncio.sleep(0.005)
-        may_answer.set()
-        await running
-    assert (await generator.status())["counts"]["groups"] == 3
-
-
-async def test_each_call_of_an_agent_is_in_the_buffer_before_its_answer_and_a_step_of_its_trajectory(
-    generator: Generator, tmp_path: Path
-) -> None:
-    config = Config.model_validate({"env": {"name": "lookup_agent"}, "agents": {}})
-    join(generator, config, tmp_path, buffer := two_groups())
-    steps, ends = await played(generator, buffer)
-    await generator._player.close()
-    assert steps == sorted(SAMPLES * 4)
-    page = measured(generator)
-    assert 'baton_agent_calls_total{dialect="chat",how="root",ident="g",role="generator"} 6.0' in page
-    assert 'baton_agent_calls_total{dialect="chat",how="appended",ident="g",role="generator"} 18.0' in page
-    assert 'baton_agent_sessions{ident="g",role="generator",state="idle"} 0.0' in page
-    # The next call comes after the answer, so no message can hold two steps of a trajectory.
-    for group in buffer.groups:
-        assert len(set(trajectory_ids(group.steps))) == len(group.steps)
-    assert [(end.trajectory, end.n_steps, end.reward) for end in ends] == [(of, 4, 0.0) for of in SAMPLES]
-
-
-class HandsOn:
-    """An agent whose work goes on elsewhere."""
-
-    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        raise AssertionError("the work has begun before")
-
-    async def resume(self, session: AgentSession, task: Task, seed: int) -> None:
-        await session.until_finished(60.0)
-
-
-async def test_a_new_process_goes_on_with_the_sessions_that_its_predecessor_left_and_gives_up_what_is_none(
-    generator: Generator, tmp_path: Path
-) -> None:
-    secret, of = RunSecret(b"secret"), TrajectoryId(0, 1)
-    odd = Step(of, "lookup-0-0", 0, *(np.array([5], np.int32),) * 2, None, np.array([True]), np.array([1 << 32 | 2]))
-    one = StepGroup(Sender("g", 1, 0), steps_table((odd,)), ends_table(()))
-    left = Assignment(0, "lookup-0-0", 0, (0, 1), (0, 0), (b"", encode(one)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {"name": f"{__name__}:HandsOn", "trusted_modules": [__name__]}
-    config = Config.model_validate({"env": env, "agents": {"port": port}})
-    buffer, asked = FakeBuffer(), list[tuple[Any, ...]]()
-
-    def asked_for(answer: Any) -> Any:
-        async def remote(*arguments: Any) -> Any:
-            asked.append(arguments)
-            return answer
-
-        return SimpleNamespace(remote=remote)
-
-    engine = join(generator, config, tmp_path, buffer)
-    generator._config, generator._player = config, RunPlayer(config, tmp_path, engine, secret)
-    nothing = SimpleNamespace(remote=None)
-    generator._buffer = SimpleNamespace(
-        join=asked_for(2), unfinished=asked_for((left,)), claim=nothing, submit=nothing, renew=answering()
-    )
-    assert (await generator._join()).claimer.incarnation == 2
-    assert generator._joined is not None
-    generator._unfinished = await generator._taken_over(generator._joined)
-    assert asked == [("generator", "g", None, True), ("g", 1)]
-    assert [assignment.samples for assignment in generator._unfinished] == [(0,)]
-    running = asyncio.create_task(generator.run())
-    async with asyncio.timeout(60), aiohttp.ClientSession(headers={"x-api-key": session_key(secret, "0-0-0")}) as http:
-        while True:
-            try:
-                async with http.post(f"http://127.0.0.1:{port}/rl/sessions/0-0-0/finish", json={"reward": 1.0}) as said:
-                    assert said.status == 200
-                break
-            except aiohttp.ClientConnectorError:
-                await asyncio.sleep(0.01)
-        await running
-    await generator._player.close()
-    ends = [end for group in buffer.groups for end in end_objects(group.ends)]
-    assert [(end.trajectory.sample, end.n_steps, end.stop_reason) for end in ends] == [(1, 1, "abort"), (0, 0, "stop")]
 
 
 async def test_a_generator_that_leaves_plays_on_for_its_grace_then_hands_over_and_claims_no_more(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import actors.driver.node_check
+from actors.cuda import refuse_unusable_cuda
 from actors.driver.node_check import MIN_FREE_BYTES, Node, RunFiles, look, unequal_versions
 from actors.trainer.actor import TrainerRank
 from service.config import Config
@@ -32,44 +34,25 @@ def files_of(here: Path) -> RunFiles:
     return RunFiles.of(here / "model", [here / "train.jsonl"], here / "run")
 
 
-def test_a_node_with_the_drivers_files_lacks_nothing(here: Path) -> None:
-    assert files_of(here).problem() is None
-    assert look(files_of(here), on_gpu=False).problem is None
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "has no {here}/model": lambda here: (here / "model").rename(here / "elsewhere"),
+    "has no {here}/model/model.safetensors": lambda here: (here / "model" / "model.safetensors").unlink(),
+    "has another {here}/model/model.safetensors, of 4 bytes instead of 7": lambda here: (
+        here / "model" / "model.safetensors"
+    ).write_text("weig"),
+    "has no {here}/train.jsonl": lambda here: (here / "train.jsonl").unlink(),
+    "cannot write into the run folder {here}/run": lambda here: (here / "run").rmdir(),
+}
 
 
-def without(*names: str) -> Callable[[Path], None]:
-    def spoil(here: Path) -> None:
-        for name in names:
-            (here / name).unlink()
-
-    return spoil
-
-
-def cut_short(here: Path) -> None:
-    (here / "model" / "model.safetensors").write_text("weig")
-
-
-def without_model(here: Path) -> None:
-    without("model/config.json", "model/model.safetensors")(here)
-    (here / "model").rmdir()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "lacks"),
-    [
-        (without_model, "has no {here}/model"),
-        (without("model/model.safetensors"), "has no {here}/model/model.safetensors"),
-        (cut_short, "has another {here}/model/model.safetensors, of 4 bytes instead of 7"),
-        (without("train.jsonl"), "has no {here}/train.jsonl"),
-        (lambda here: (here / "run").rmdir(), "cannot write into the run folder {here}/run"),
-    ],
-)
+@pytest.mark.parametrize("lacks", SPOILT)
 def test_the_first_thing_that_a_node_lacks_is_one_line_with_node_and_path(
-    here: Path, spoil: Callable[[Path], None], lacks: str, monkeypatch: pytest.MonkeyPatch
+    here: Path, lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actors.driver.node_check.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
     files = files_of(here)
-    spoil(here)
+    assert files.problem() is None and look(files, on_gpu=False).problem is None
+    SPOILT[lacks](here)
     found = look(files, on_gpu=False)
     assert found.where == "node 10.0.0.7" and found.problem is not None and "\n" not in found.problem
     assert found.problem.startswith(f"{lacks.format(here=here)}; ranks or engines run there")
@@ -84,12 +67,6 @@ def test_files_that_a_node_may_not_read_or_write_are_said(here: Path, monkeypatc
     assert files_of(here).problem() is None, "only the run folder is written"
     refused[f"{here}/run"] = os.W_OK
     assert files_of(here).problem() == f"cannot write into the run folder {here}/run"
-
-
-def test_a_node_whose_gpus_pytorch_cannot_use_says_why(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    said = look(files_of(here), on_gpu=True).problem
-    assert said is not None and "has GPUs, but PyTorch cannot use them: it was built without CUDA" in said
 
 
 def test_a_gpu_with_other_work_and_a_full_or_slow_disk_are_notes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +103,27 @@ def test_a_rank_that_was_given_a_gpu_never_trains_on_the_cpu(monkeypatch: pytest
     rank = TrainerRank(config.model_dump_json(), 3, None, True)
     with pytest.raises(UserError, match=r"trainer-3 has a GPU of node .*, but PyTorch cannot use it: CUDA found no de"):
         rank.load(("127.0.0.1", 1), "no such model", [])
-
-
-def test_a_rank_without_a_gpu_leaves_one_that_is_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert TrainerRank(Config().model_dump_json(), 0)._device.type == "cpu"
+    assert TrainerRank(Config().model_dump_json(), 0)._device.type == "cpu", "without one it leaves GPUs alone"
+
+
+def test_a_pytorch_without_cuda_is_refused_on_a_machine_with_gpus(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UserError, match=r"has 8 NVIDIA GPUs, but PyTorch cannot use them: it was built without CUDA"):
+        refuse_unusable_cuda(8)
+    said = look(files_of(here), on_gpu=True).problem
+    assert said is not None and "has GPUs, but PyTorch cannot use them: it was built without CUDA" in said
+
+
+def test_a_driver_that_is_too_old_is_refused_in_one_line_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def old_driver() -> bool:
+        warnings.warn("The NVIDIA driver on your system is too old (found version 12040).\nPlease update", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", old_driver)
+    with pytest.raises(UserError, match=r"too old \(found version 12040\)\. \(PyTorch's CUDA is 13\.0\)") as refused:
+        refuse_unusable_cuda(1)
+    assert "\n" not in str(refused.value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    refuse_unusable_cuda(1)

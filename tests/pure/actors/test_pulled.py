@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actors.weights.memory import NO_VERSION, OpenMemory
+from actors.weights.memory import OpenMemory
 from actors.weights.part import Source
 from actors.weights.part_buffers import PartBuffers
 from actors.weights.pulled import CPU, PulledTensor, WeightFile, file_of
@@ -114,38 +114,6 @@ def test_a_version_that_is_replaced_while_it_is_read_is_gone() -> None:
             file.check()
     with pytest.raises(WeightsGone, match="version 2, not 3"):
         WeightFile(3, sources(ranks))
-
-
-def test_a_buffer_that_is_being_filled_has_no_version() -> None:
-    ranks, seen = copied(1, WEIGHTS, 1), list[int]()
-    path = ranks[0].source.path
-
-    with closing(OpenMemory(path)) as memory:
-        assert [memory.version(n) for n in (0, 1)] == [NO_VERSION, 1]
-        rows = on_ranks(WEIGHTS, 1)[0]
-        looks = Looks(rows["a"].rows, lambda: seen.append(memory.version(0)))
-        ranks[0].copy(2, rows | {"a": rows["a"]._replace(rows=looks)}, torch.float32)
-        assert (seen, memory.version(0)) == ([NO_VERSION], 2)
-
-
-class Looks(Tensor):
-    """Calls a function when it is copied."""
-
-    look: Callable[[], None]
-
-    @staticmethod
-    def __new__(cls, tensor: Tensor, look: Callable[[], None]) -> Looks:
-        made = tensor.as_subclass(cls)
-        made.look = look
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
-    ) -> object:
-        if func is Tensor.copy_:
-            args[1].look()  # type: ignore[attr-defined]
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[arg-type]
 
 
 def test_memory_that_stays_is_opened_once_and_goes_with_ranks_that_were_replaced() -> None:

@@ -55,7 +55,7 @@ def test_a_ray_that_never_starts_is_tried_again_and_ends_the_run_with_why_its_ra
     assert (tmp_path / RAYLET_ERRORS).read_text() == RAYLET
 
 
-def test_a_ray_that_starts_at_the_second_try_is_used(
+def test_a_ray_that_starts_at_the_second_try_is_used_and_a_bug_in_its_start_stays_one(
     starts: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = starts(1, Exception(SLOW))
@@ -63,13 +63,10 @@ def test_a_ray_that_starts_at_the_second_try_is_used(
         assert done == ["start", "end mark", "start"]
     (line,) = capsys.readouterr().out.splitlines()
     assert CHECK in line and f"try 2 of {START_TRIES}" in line
-
-
-def test_a_bug_in_the_start_of_ray_stays_one(starts: Callable[..., list[str]], tmp_path: Path) -> None:
-    done = starts(1, TypeError("a bug"))
+    starts(9, TypeError("a bug"))
     with pytest.raises(TypeError, match="a bug"), ray_session.ray_session(Config(), "mark", tmp_path):
         raise AssertionError("there is no Ray")
-    assert done == ["start"]
+    assert done.count("start") == 3
 
 
 def test_a_cluster_that_listens_and_does_not_answer_is_refused_with_the_likely_reason(
