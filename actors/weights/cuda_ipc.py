@@ -18,21 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torch.storage import TypedStorage
 
 from actors.weights.policy_tensors import TensorSpec, encode_announcement
 
 IPC_BACKEND = "baton_ipc"
 """Name of the weight transfer backend that `actors.engine.worker_extension` registers."""
-
-BYTE_FIELDS = ("storage_handle", "ref_counter_handle", "event_handle")
-NUMBER_FIELDS = (
-    "storage_size_bytes",
-    "storage_offset_bytes",
-    "ref_counter_offset",
-    "event_sync_required",
-    "tensor_offset",
-)
 
 Handle = dict[str, Any]
 """The data with which another process opens one tensor's memory: bytes as hexadecimal digits, and numbers."""
@@ -41,37 +33,24 @@ Handle = dict[str, Any]
 def handle_of(rebuild_arguments: Mapping[str, Any]) -> Handle:
     """Return the handle of a tensor, from the arguments by name with which torch's `rebuild_cuda_tensor` opens the
     tensor in another process."""
-    fields: Handle = {name: bytes(rebuild_arguments[name]).hex() for name in BYTE_FIELDS}
-    return fields | {name: rebuild_arguments[name] for name in NUMBER_FIELDS}
+    fields = {name: value for name, value in rebuild_arguments.items() if isinstance(value, bytes | int)}
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in fields.items()}
 
 
 def rebuild_arguments(handle: Handle, spec: TensorSpec) -> tuple[Any, ...]:
     """Return the arguments, in order, with which torch's `rebuild_cuda_tensor` opens the tensor of a handle in this
     process, as a contiguous tensor on the process's first GPU."""
-    handles = {name: bytes.fromhex(handle[name]) for name in BYTE_FIELDS}
-    return (
-        Tensor,
-        torch.Size(spec.shape),
-        torch.empty(spec.shape, device="meta").stride(),
-        handle["tensor_offset"],
-        TypedStorage,
-        getattr(torch, spec.dtype),
-        0,
-        handles["storage_handle"],
-        handle["storage_size_bytes"],
-        handle["storage_offset_bytes"],
-        False,
-        handles["ref_counter_handle"],
-        handle["ref_counter_offset"],
-        handles["event_handle"],
-        handle["event_sync_required"],
-    )
+    fields = {name: bytes.fromhex(value) if isinstance(value, str) else value for name, value in handle.items()}
+    fields |= {"tensor_cls": Tensor, "storage_cls": TypedStorage, "storage_device": 0, "requires_grad": False}
+    stride = torch.empty(spec.shape, device="meta").stride()
+    fields |= {"tensor_size": torch.Size(spec.shape), "tensor_stride": stride, "dtype": getattr(torch, spec.dtype)}
+    return tuple(fields[name] for name in inspect.signature(rebuild_cuda_tensor).parameters)
 
 
 def encode_handles(weights: Mapping[str, Tensor], device: torch.device) -> bytes:
     """Encode handles of these tensors for the engine on this GPU. The engine must open each handle exactly once,
     because each call of this function counts one more reader of the memory, until the engine closes the handle."""
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+    from torch.multiprocessing.reductions import reduce_tensor
 
     # The engine's process does not wait for kernels that this process has queued.
     torch.cuda.synchronize(device)

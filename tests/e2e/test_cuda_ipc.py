@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,8 +46,8 @@ def message() -> tuple[bytes, int]:
     return data, checksum_of(data)
 
 
-class GatheringLearner:
-    """A learner whose weights are gathered without a GPU."""
+class GatheringPolicy:
+    """A policy whose weights are gathered without a GPU."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -82,7 +83,7 @@ def gathered(events: list[str], version: int) -> TrainerRank:
     """A rank that published this version by CUDA IPC."""
     config = Config().model_copy(update={"weights": WeightsConfig(transport="ipc")})
     rank = TrainerRank(config.model_dump_json(), 0)
-    rank._learner = GatheringLearner(events)  # type: ignore[assignment]
+    rank._learner = SimpleNamespace(policy=GatheringPolicy(events))  # type: ignore[assignment]
     assert rank.weights(version) is None, "nothing is published before an engine asks for handles"
     return rank
 
@@ -150,5 +151,5 @@ def test_anything_but_the_whole_policy_is_refused() -> None:
 
 def test_a_rank_shares_only_the_version_that_was_asked_for() -> None:
     rank = TrainerRank(Config().model_dump_json(), 0)
-    rank._learner = GatheringLearner([])  # type: ignore[assignment]
+    rank._learner = GatheringPolicy([])  # type: ignore[assignment]
     assert rank.ipc_handles(7) is None
