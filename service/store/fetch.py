@@ -62,7 +62,7 @@ def _restored(objects: Objects, step: int, names: list[str], load: Load, into: P
         read(folder, checkpoint)
         Checkpoints(folder / CHECKPOINTS, keep=1).manifest(step)
         read(folder, CONFIG)
-    except (UserError, StoreFailed) as error:
+    except UserError as error:
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         earlier = f"to go on from an earlier checkpoint, delete {manifest_name(step)} in {objects.url}"
         raise UserError(f"{error}; {earlier}") from None
