@@ -64,9 +64,13 @@ class World:
         run = RunConfig(max_restarts=max_restarts)
         generator = GeneratorConfig(engines=engines, tensor_parallel_size=tensor_parallel_size)
         self.supervisor = Supervisor(self.told.append, cause, is_death)
-        telemetry = SimpleNamespace(sync_failed=lambda: self.failed.append(True), sent=lambda n_bytes: None)
+        telemetry = SimpleNamespace(metrics=SimpleNamespace(count=self.count))
         actors = self.generators, self.trainer, telemetry, self.told.append, self.supervisor
         self.pool = GeneratorPool(generator, run, settings, *actors)  # type: ignore[arg-type]
+
+    def count(self, name: str, by: float = 1.0) -> None:
+        if name == "baton_weight_sync_failures_total":
+            self.failed.append(True)
 
     async def started(self) -> World:
         for generator in self.generators:
