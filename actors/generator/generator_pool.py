@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import ray.exceptions
@@ -31,9 +31,6 @@ from service.errors import BatonError, ProcessLost, RunFailed, Starved, UserErro
 from service.run.liveness.host_memory import advice
 from service.run.liveness.supervisor import Supervisor
 from service.types import PolicyVersion
-
-if TYPE_CHECKING:
-    from actors.trainer.group import TrainerGroup
 
 STOP_SECONDS = 10.0
 """Seconds that a generator may take to stop before its process is ended."""
@@ -54,7 +51,7 @@ class GeneratorPool:
         run: RunConfig,
         weights: WeightsConfig,
         generators: Sequence[Any],
-        trainer: TrainerGroup,
+        trainer: Any,
         telemetry: RunTelemetry,
         say: Callable[[str], None],
         supervisor: Supervisor,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from actors.calls import ACTOR_FAILED, call, in_a_line, may_be_dropped
 from actors.weights.node_images import NodeImages
@@ -17,9 +17,6 @@ from actors.weights.weight_source import PublishedWeights, TrainerLost
 from service.config import WeightsConfig
 from service.errors import RunFailed, WeightsGone
 from service.types import PolicyVersion
-
-if TYPE_CHECKING:
-    from actors.trainer.group import TrainerGroup
 
 
 class Delivery:
@@ -29,7 +26,7 @@ class Delivery:
         self,
         config: WeightsConfig,
         generators: Mapping[str, Any],
-        source: TrainerGroup,
+        source: Any,
         is_up: Callable[[str], bool],
         not_taken: Callable[[str, PolicyVersion, BaseException], None],
         source_failed: Callable[[TrainerLost], None],

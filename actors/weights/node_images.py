@@ -17,16 +17,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from actors.calls import ACTOR_FAILED, call, first_error
 from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.part import Source, WeightBucket, WeightPart
 from actors.weights.weight_source import PublishedWeights
 from service.errors import BatonError, Starved
-
-if TYPE_CHECKING:
-    from actors.trainer.group import TrainerGroup
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +65,12 @@ class NodeImages:
     def __init__(
         self,
         generators: Mapping[str, Any],
-        trainer: TrainerGroup,
+        trainer: Any,
         deadline: float,
         sent: Callable[[int], None] = lambda n_bytes: None,
     ) -> None:
-        """Store the settings; `sent` is called with the number of bytes that the ranks sent to other hosts."""
+        """Store the settings. `trainer`: the `actors.trainer.group.TrainerGroup`; `sent` is called with the number of
+        bytes that the ranks sent to other hosts."""
         self._generators, self._trainer, self._deadline, self._sent = generators, trainer, deadline, sent
         self._node_of: dict[str, str] = {}
         self._held: dict[str, NodeImage] = {}
