@@ -112,7 +112,7 @@ def downloaded(config: Config) -> tuple[Config, dict[str, str]]:
 def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """The command `baton eval`: evaluate a model, a run or a checkpoint; returns the exit code."""
     from service.config.paths import check_output
-    from service.evaluation.report import table, write_output
+    from service.evaluation.scores import table, write_output
     from service.run.preparing.eval_target import eval_target
 
     if arguments.output is not None:

@@ -18,7 +18,7 @@ from service.run.folder import DATA, initial_model, warmed_model
 from service.run.phases import say
 from service.run.preparing.inputs import Prepared, checked_model, checked_shapes, make_policy, prepare_evaluation
 from service.run.preparing.teachers import teachers_of
-from service.scorers.teacher import check_tokenizers
+from service.scorers.scorer import check_tokenizers
 from service.scorers.user import check_scorers
 
 

@@ -21,8 +21,7 @@ from service.errors import UserError
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.chat.tools import ToolCall, read_json
-from service.rollout.engine import Engine
-from service.rollout.limits import AgentLimits
+from service.rollout.engine import AgentLimits, Engine
 from service.rollout.run_secret import RunSecret
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ from pathlib import Path
 from actors.engine.agents import agents_of
 from service.agents.commands import AgentRunner
 from service.config import Config
-from service.rollout.engine import Engine
-from service.rollout.limits import PlaySettings
+from service.rollout.engine import Engine, PlaySettings
 from service.rollout.player import Player
 from service.rollout.run_secret import RunSecret
 

@@ -15,8 +15,7 @@ from actors.evaluation.evaluator import evaluate_on
 from actors.generator.generator_pool import GeneratorPool
 from service.config import DataConfig, RunConfig
 from service.errors import Starved
-from service.evaluation.report import table
-from service.evaluation.scores import Evaluation
+from service.evaluation.scores import Evaluation, table
 from service.run.folder import EVALUATIONS, read_lines
 from service.run.records.writer import RunWriter
 

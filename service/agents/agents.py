@@ -28,10 +28,9 @@ from service.handoff.steps.values import ROLES, Role, StopReason, packed_roles
 from service.observe.metrics import Metrics
 from service.rollout.agent_loop import TrajectoryResult, generate_turn
 from service.rollout.chat.chat import Chat
-from service.rollout.engine import Engine, Generation
+from service.rollout.engine import AgentLimits, Engine, Generation
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Task, TrajectoryFailed
-from service.rollout.limits import AgentLimits
 from service.rollout.run_secret import RunSecret, new_secret
 from service.rollout.step_sinks import StepSink
 from service.types import EvaluationId, Int32s, Steps, TrajectoryEnd, TrajectoryId

@@ -27,9 +27,8 @@ from service.agents.messages_and_replies import Reply, ReplyParser, digests, ech
 from service.columns import digest
 from service.handoff.prefixes.sharing import StepTree, longest_prefix
 from service.handoff.steps.tables import step_objects
-from service.rollout.chat.chat import Chat, Tool
+from service.rollout.chat.chat import Chat, MessagesRefused, Tool
 from service.rollout.chat.conversation import Response, as_sampled, with_end
-from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation
 from service.rollout.environment import Message
 from service.types import NO_VERSION, Extension, Int32s, Step, Steps

@@ -23,11 +23,10 @@ from service.agents.dialects.dialect import CallRequest, Refused
 from service.errors import in_one_line
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.steps.values import NEEDED, Role, StopReason, is_reward
-from service.rollout.chat.special_tokens import MessagesRefused
-from service.rollout.engine import Generation
+from service.rollout.agent_loop import experts_of
+from service.rollout.chat.chat import MessagesRefused
+from service.rollout.engine import AgentLimits, Generation
 from service.rollout.environment import Status, TrajectoryFailed
-from service.rollout.episode import experts_of
-from service.rollout.limits import AgentLimits
 from service.rollout.plain_values import NotAllowed, plain_info, plain_reward
 from service.rollout.step_sinks import StepSink
 from service.rollout.user_errors import type_name

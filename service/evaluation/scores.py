@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from service.files import is_written_through, write_atomic
 from service.handoff.steps.values import FAILURES
 
 SAMPLE_SEED = 0
@@ -139,3 +141,26 @@ def _pass_at(rewards: Sequence[Sequence[float]]) -> dict[int, float]:
 
 def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else 0.0
+
+
+def table(evaluations: Sequence[Evaluation]) -> str:
+    """The results as a table: a header line, then one line per evaluation set, with aligned columns."""
+    ks = sorted({k for of in evaluations for k in of.pass_at})
+    head = ("set", "prompts", "trajectories", "score", *(f"pass@{k}" for k in ks), "turns", "tokens", "cut", "lost")
+    lines = [head]
+    for of in evaluations:
+        passed = (f"{of.pass_at[k]:.3f}" if k in of.pass_at else "-" for k in ks)
+        means = (f"{of.avg_score:.3f}", *passed, f"{of.avg_turns:.2f}", f"{of.avg_tokens:.1f}")
+        ends = (f"{of.truncated_ratio:.1%}", str(of.n_lost))
+        lines.append((of.name, str(of.n_prompts), str(of.n_trajectories), *means, *ends))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def write_output(file: Path, text: str) -> None:
+    """Write results to a file. An ordinary file is replaced atomically; links, pipes and devices are written to
+    directly."""
+    if is_written_through(file):
+        file.write_text(text, encoding="utf-8")
+    else:
+        write_atomic(file, text)

@@ -4,31 +4,40 @@
 
 Each role has its own conversation, and the environment chooses the role of the next turn. The record that ends the
 trajectory, with the reason of its end, is sent last. A turn that is not finished gives no step. `[length?]`: a prompt
-that is too long ends the trajectory.
+that is too long ends the trajectory. The steps:
+
+turn 0:  whole prompt                -> response      step 0 carries the whole prompt
+turn 1:  history + new tokens        -> response      step 1 carries the new tokens and extends step 0
+turn 2:  another role's first prompt -> response      step 2 carries what no role's history begins with
+turn 3:  history of turn 1 + tokens  -> response      step 3 carries the new tokens and extends step 1
+turn 4:  a prompt that does not      -> response      step 4 extends the longest prefix that a history begins with
+         begin with the history
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
+
+from service.columns import digest
 from service.errors import in_one_line
-from service.handoff.steps.values import NEEDED, StopReason
-from service.rollout.chat.chat import Chat
-from service.rollout.chat.conversation import Conversation, generation_of, without_loss
+from service.handoff.group_bytes import TRANSCRIPT_BYTES
+from service.handoff.prefixes.sharing import longest_prefix
+from service.handoff.steps.values import NEEDED, ROLES, StopReason, is_reward, packed_roles
+from service.rollout.chat.chat import Chat, MessagesRefused
+from service.rollout.chat.conversation import Conversation, Prompt, Response, generation_of, without_loss
 from service.rollout.chat.frozen import FrozenModels
-from service.rollout.chat.special_tokens import MessagesRefused
-from service.rollout.engine import Engine, Generation, validate_generation
+from service.rollout.engine import AgentLimits, Engine, Generation, validate_generation
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import MAIN, StepResult, Task, TrajectoryFailed
-from service.rollout.episode import Episode
-from service.rollout.limits import AgentLimits
 from service.rollout.step_sinks import StepSink
-from service.types import Int32s, TrajectoryEnd, TrajectoryId
+from service.types import ROUTE_NATIVELY, Experts, Extension, Int32s, Step, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
 
@@ -124,3 +133,164 @@ def _text_until_stop(chat: Chat, stop: tuple[str, ...], token_ids: Int32s) -> st
     text = chat.text(token_ids)
     ends = [found + len(s) for s in stop if (found := text.find(s)) >= 0]
     return text[: min(ends)] if ends else text
+
+
+class History:
+    """All tokens of one role so far (prompts and responses), and the step of the role's newest turn."""
+
+    def __init__(self, max_length: int) -> None:
+        self.carried = np.empty(0, dtype=np.int32)
+        """Prompt tokens of the current turn that no earlier step carries."""
+        self.extends: Extension | None = None
+        self._tokens = np.empty(max_length, dtype=np.int32)
+        self._length = 0
+
+    @property
+    def token_ids(self) -> Int32s:
+        """All tokens of the role so far."""
+        return self._tokens[: self._length]
+
+    def begin(self, prompt: Prompt, others: Iterable[History]) -> None:
+        """Start a turn: add the tokens of its prompt to the history. `others`: the histories of all roles."""
+        token_ids, start = prompt.token_ids, 0
+        if prompt.whole:
+            start = self._length
+            if not start or not np.array_equal(token_ids[:start], self.token_ids):
+                self.extends = _longest_prefix(token_ids, others)
+                self._length = start = 0 if self.extends is None else self.extends.length
+                self._tokens[:start] = token_ids[:start]
+        self.carried = token_ids[start:]
+        self.append(self.carried)
+
+    def append(self, token_ids: Int32s) -> None:
+        """Append tokens to the history."""
+        stop = self._length + len(token_ids)
+        self._tokens[self._length : stop] = token_ids
+        self._length = stop
+
+
+def _longest_prefix(prompt_ids: Int32s, histories: Iterable[History]) -> Extension | None:
+    """A reference to the turn that shares the longest prefix with a prompt; None if no history shares a token."""
+    ended = [(history.extends.step, history.token_ids) for history in histories if history.extends is not None]
+    return longest_prefix(prompt_ids, sorted(ended, key=lambda turn: turn[0], reverse=True))
+
+
+class Episode:
+    """One trajectory while it is played; its steps, and the record that ends it, are sent to `sink`."""
+
+    def __init__(self, trajectory: TrajectoryId, task: Task, limits: AgentLimits, sink: StepSink) -> None:
+        self._trajectory = trajectory
+        self._uid = task.uid
+        self._limits = limits
+        self._sink = sink
+        self._histories: defaultdict[str, History] = defaultdict(lambda: History(limits.max_length))
+        self._roles: list[str] = []
+        """The role of each step."""
+        self._given: dict[int, float] = {}
+        """Rewards that steps got after they were sent, by step index."""
+        self._reward = 0.0
+        """The reward of the newest turn of `main`, including rewards that it got later."""
+        self._truncated = False
+        """Whether the newest response was cut at `max_generate_length`."""
+        self.stop_reason = StopReason.STOP
+
+    @property
+    def n_steps(self) -> int:
+        """Number of finished turns so far."""
+        return len(self._roles)
+
+    def next_prompt(self, prompt: Prompt, role: str = MAIN) -> Int32s | None:
+        """[Q] token ids of the whole prompt of the role's next turn; None if a limit ends the trajectory before this
+        turn."""
+        if self.n_steps == self._limits.max_turns:
+            self.stop_reason = StopReason.MAX_TURNS
+            return None
+        history = self._histories[role]
+        length = len(prompt.token_ids) + (0 if prompt.whole else len(history.token_ids))
+        if length > self._limits.max_input_length:
+            self.stop_reason = StopReason.LENGTH
+            return None
+        history.begin(prompt, self._histories.values())
+        return history.token_ids
+
+    def finish_turn(
+        self,
+        response: Response,
+        generation: Generation,
+        reward: float,
+        role: str = MAIN,
+    ) -> None:
+        """End the current turn of a role: send the turn as a step to the sink. The role's next step may continue this
+        step."""
+        history, index = self._histories[role], self.n_steps
+        history.append(response.token_ids)
+        n_carried, n_total = len(history.carried) + len(response.token_ids), len(history.token_ids)
+        step = Step(
+            self._trajectory,
+            self._uid,
+            index,
+            history.carried,
+            response.token_ids,
+            logprobs=response.logprobs,
+            loss_mask=response.loss_mask,
+            versions=response.versions,
+            temperature=self._limits.sampling.temperature,
+            reward=reward,
+            stop_reason=generation.stop_reason,
+            extends=history.extends,
+            routed_experts=experts_of(generation.routed_experts, n_total, n_carried),
+        )
+        self._sink.append(step)
+        history.extends = Extension(index, n_total, digest(history.token_ids))
+        self._roles.append(role)
+        if role == MAIN:
+            self._reward = reward
+        self._truncated = generation.stop_reason == StopReason.LENGTH
+
+    def give(self, rewards: Mapping[str, float]) -> list[str]:
+        """Add rewards to the newest turns of roles. Returns the refused roles: they had no turn, or their reward would
+        become too large."""
+        refused = []
+        for role, reward in rewards.items():
+            newest = self.n_steps - 1 - self._roles[::-1].index(role) if role in self._roles else -1
+            given = self._given.get(newest, 0.0) + reward
+            of_main = self._reward + (reward if role == MAIN else 0.0)
+            if newest < 0 or not is_reward(given) or not is_reward(of_main):
+                refused.append(role)
+            else:
+                self._given[newest], self._reward = given, of_main
+        return refused
+
+    def finish(self, failure: str = "") -> TrajectoryEnd:
+        """Send the record that ends the trajectory to the sink, and return it. `failure`: the reason why the trajectory
+        failed."""
+        if self._truncated and self.stop_reason in (StopReason.STOP, StopReason.MAX_TURNS):
+            self.stop_reason = StopReason.TRUNCATED
+        named = [role for role in self._limits.roles if role not in ROLES]
+        end = TrajectoryEnd(
+            self._trajectory,
+            self._uid,
+            self.n_steps,
+            str(self.stop_reason),
+            self._reward,
+            packed_roles(self._roles, named),
+            failure.encode(errors="replace")[:TRANSCRIPT_BYTES],
+            rewards=tuple(self._given.get(index, 0.0) for index in range(self.n_steps)) if self._given else (),
+        )
+        self._sink.end(end)
+        return end
+
+    def is_last(self, done: bool) -> bool:
+        """True if no turn follows the current turn."""
+        return done or self.n_steps + 1 == self._limits.max_turns
+
+
+def experts_of(experts: Experts | None, total: int, carried: int) -> Experts | None:
+    """[carried, layers, topk] the routed experts of the last `carried` of `total` tokens of a turn. The last sampled
+    token gets -1, because the engine records no experts for it."""
+    if experts is None:
+        return None
+    recorded = experts[total - carried : total]
+    aligned: Any = np.full((carried, *experts.shape[1:]), ROUTE_NATIVELY, np.int16).astype(experts.dtype)
+    aligned[: len(recorded)] = recorded
+    return cast(Experts, aligned)

@@ -64,36 +64,31 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
     Raises:
         UserError: an environment cannot be made or refuses a row; the message names the first such row.
     """
-    first_rows = {task.env_class or config.name: row for row, task in reversed(list(enumerate(tasks)))}
     factory = Environments(config.model_copy(update={"isolation": "none"}))
-    environments: dict[str, Environment | Agent | None] = {}
-    for name, row in first_rows.items():
+    made: dict[str, Environment | Agent | None] = {AGENT: None}  # the settings of a command were checked before
+    for row, task in enumerate(tasks):
+        name, place = task.env_class or config.name, f"dataset {path}, row {row}"
         try:
-            if name == AGENT:
-                environments[name] = None  # the command's settings were checked before
-                continue
-            made = environments[name] = factory.make(tasks[row])
-            _refuse_missing_methods(made, name, config)
+            if name not in made:
+                made[name] = factory.make(task)
+                _refuse_missing_methods(made[name], name, config)
         except UserError as error:
             if name == config.name:
                 raise
-            raise UserError(f"{error} (first needed by row {row}, {tasks[row].uid})") from error
-    for row, task in enumerate(tasks):
-        name = task.env_class or config.name
-        place = f"dataset {path}, row {row}"
+            raise UserError(f"{error} (first needed by row {row}, {task.uid})") from error
         try:
             json.dumps(asdict(task) if config.isolation == "process" else None)
         except (TypeError, ValueError) as error:
             why = f"it cannot be sent to an environment's own process (env.isolation) as JSON: {error}"
             raise UserError(f"{place}: {why}") from error
         try:
-            getattr(environments[name], "check_task", lambda task: None)(task)
+            getattr(made[name], "check_task", lambda task: None)(task)
         except (Exception, SystemExit) as error:  # a user's `check_task` may raise anything
             reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
             raise UserError(f"{place}: the environment {name!r} cannot play it: {reason}") from error
 
 
-def _refuse_missing_methods(environment: Environment | Agent, name: str, config: EnvConfig) -> None:
+def _refuse_missing_methods(environment: object, name: str, config: EnvConfig) -> None:
     """Refuse a class that has neither the methods of an environment nor `play`, the method of an agent."""
     is_agent = hasattr(environment, "play")
     if is_agent and config.isolation == "process":

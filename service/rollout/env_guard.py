@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from service.errors import RunFailed
 from service.handoff.steps.values import StopReason
+from service.rollout.engine import AgentLimits
 from service.rollout.environment import (
     Agent,
     AgentSession,
@@ -33,7 +34,6 @@ from service.rollout.environment import (
     Task,
     TrajectoryFailed,
 )
-from service.rollout.limits import AgentLimits
 from service.rollout.plain_values import NotAllowed, read_messages, read_step_result
 from service.rollout.user_errors import contain_exits, describe_error, type_name
 from service.types import TrajectoryId

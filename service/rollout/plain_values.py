@@ -19,8 +19,8 @@ import numpy as np
 
 from service.handoff.steps.values import NEEDED, StopReason, is_reward
 from service.rollout.chat.tools import MAX_DEPTH, is_shallow
+from service.rollout.engine import AgentLimits
 from service.rollout.environment import MAIN, Message, StepResult
-from service.rollout.limits import AgentLimits
 from service.rollout.user_errors import describe_error, type_name
 
 NUMBER_CHARACTERS = 1 << 10

@@ -16,12 +16,11 @@ from service.observe.recorder import Trace
 from service.rollout.agent_loop import TrajectoryResult, run_trajectory
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.chat.frozen import FrozenModels
-from service.rollout.engine import Engine
+from service.rollout.engine import AgentLimits, Engine, PlaySettings
 from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Task
 from service.rollout.environments.env_metrics import EnvMetrics
 from service.rollout.factory import AgentMaker, Environments
-from service.rollout.limits import AgentLimits, PlaySettings
 from service.rollout.step_sinks import StepSink
 from service.rollout.timelines import TimedEngine, Timelines
 from service.types import Steps, TrajectoryEnd, TrajectoryId

@@ -63,20 +63,7 @@ class FrozenModels:
         Raises:
             TrajectoryFailed: the model does not answer within `deadline` seconds, refuses, or answers without a text.
         """
-        began = time.monotonic()
-        try:
-            text = await self._answer_within(role, messages, sampling, deadline)
-        except TrajectoryFailed:
-            self._counts[role, "failed"] += 1
-            raise
-        finally:
-            self._seconds[role] += time.monotonic() - began
-        self._counts[role, "answered"] += 1
-        return text
-
-    async def _answer_within(self, role: str, messages: Sequence[Message], sampling: Sampling, deadline: float) -> str:
-        """Retry until there is an answer or a refusal, or the deadline passes."""
-        asked, last, errors = self._roles[role], "no answer", (aiohttp.ClientError, ConnectionError)
+        began, last, outcome = time.monotonic(), "no answer", "failed"
 
         def failed(error: Exception) -> None:
             nonlocal last
@@ -85,12 +72,17 @@ class FrozenModels:
         try:
             async with asyncio.timeout(deadline) as scope:
                 ask = partial(self._asked, role, messages, sampling)
-                return await retried(ask, errors, BACKOFF, failed=failed)
+                text = await retried(ask, (aiohttp.ClientError, ConnectionError), BACKOFF, failed=failed)
+            outcome = "answered"
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            late = f"roles.{role}: {asked.url} gave no answer within {deadline:g} s, at last {last}"
+            late = f"roles.{role}: {self._roles[role].url} gave no answer within {deadline:g} s, at last {last}"
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
+        finally:
+            self._seconds[role] += time.monotonic() - began
+            self._counts[role, outcome] += 1
+        return text
 
     async def _asked(self, role: str, messages: Sequence[Message], sampling: Sampling) -> str:
         """Send one request; raises `aiohttp.ClientError` or ConnectionError if it may be retried."""

@@ -34,22 +34,23 @@ def make_tokenizer(folder: Path, vocabulary: Sequence[str]) -> None:
     words = list(dict.fromkeys((*SPECIALS, *ROLES, *vocabulary)))
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
     backend.pre_tokenizer = WhitespaceSplit()
-    backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIALS])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=END, pad_token=PAD, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(folder)
+    _write(folder, backend)
 
 
 def make_byte_tokenizer(folder: Path) -> None:
     """Write a tokenizer whose tokens are bytes, with a chat template that does not render tools."""
     backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    _write(folder, backend)
+
+
+def _write(folder: Path, backend: Tokenizer) -> None:
     backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIALS])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=PAD, unk_token=UNKNOWN)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, pad_token=PAD, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
 
 

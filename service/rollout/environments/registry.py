@@ -77,11 +77,6 @@ def registered() -> Mapping[str, str]:
 
 
 def _path(name: str, trusted_modules: Sequence[str]) -> str:
-    """`module:Class` of an environment.
-
-    Raises:
-        UserError: there is no such environment, or its module is not trusted.
-    """
     if ":" in name:
         module = name.partition(":")[0]
         if not any(module == trusted or module.startswith(f"{trusted}.") for trusted in trusted_modules):

@@ -18,15 +18,13 @@ import msgspec
 import numpy as np
 
 from service.errors import UserError
-from service.rollout.chat.chat import Chat
+from service.rollout.chat.chat import Chat, MessagesRefused
 from service.rollout.chat.conversation import Conversation, Mode, generation_of
-from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.environment import Message
 from service.rollout.prompts.dataset import read_rows
-from service.types import Int32s, SupervisedRow
+from service.types import SupervisedRow
 
 FORM = 'a row is {"messages": [{"role": "system, user, assistant or tool", "content": "a text"}, ...]}'
-EMPTY = SupervisedRow(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_))
 
 
 class _LearnedMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -108,19 +106,19 @@ def _turns(messages: Sequence[Message]) -> Iterator[tuple[list[Message], str]]:
 
 
 def _rows(chat: Chat, mode: Mode, turns: Sequence[tuple[list[Message], str]]) -> Iterator[SupervisedRow]:
-    conversation, row = Conversation(mode, chat), EMPTY
+    conversation, ids, mask = Conversation(mode, chat), list[int](), list[bool]()
     for number, (messages, text) in enumerate(turns, start=1):
         prompt = conversation.prompt(messages)
-        length = len(row.token_ids)
-        if prompt.whole and not np.array_equal(prompt.token_ids[:length], row.token_ids):
-            yield row
-            row, length = EMPTY, 0
-        prompt_ids = prompt.token_ids[length:] if prompt.whole else prompt.token_ids
-        response = conversation.close(text, generation_of(text, chat), last=number == len(turns))
-        row = _with(_with(row, prompt_ids, trained=False), response.token_ids, trained=True)
-    yield row
+        prompt_ids = prompt.token_ids.tolist()
+        if prompt.whole and prompt_ids[: len(ids)] != ids:
+            yield _row(ids, mask)
+            ids, mask = [], []
+        added = prompt_ids[len(ids) :] if prompt.whole else prompt_ids
+        response_ids = conversation.close(text, generation_of(text, chat), last=number == len(turns)).token_ids.tolist()
+        ids += [*added, *response_ids]
+        mask += [False] * len(added) + [True] * len(response_ids)
+    yield _row(ids, mask)
 
 
-def _with(row: SupervisedRow, token_ids: Int32s, trained: bool) -> SupervisedRow:
-    mask = np.full(len(token_ids), trained, dtype=np.bool_)
-    return SupervisedRow(np.concatenate([row.token_ids, token_ids]), np.concatenate([row.loss_mask, mask]))
+def _row(ids: list[int], mask: list[bool]) -> SupervisedRow:
+    return SupervisedRow(np.array(ids, np.int32), np.array(mask, np.bool_))

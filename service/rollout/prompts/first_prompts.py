@@ -9,8 +9,7 @@ from tempfile import TemporaryDirectory
 
 from service.config import DataConfig, EnvConfig, GeneratorConfig, ModelConfig
 from service.model_folder import is_model_folder
-from service.rollout.chat.chat import Chat, load_chat
-from service.rollout.chat.special_tokens import MessagesRefused
+from service.rollout.chat.chat import Chat, MessagesRefused, load_chat
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
 from service.rollout.environments.registry import synthetic_data

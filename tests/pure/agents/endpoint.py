@@ -20,8 +20,7 @@ from service.agents.session import Session
 from service.agents.sessions import Sessions
 from service.columns import digest
 from service.rollout.chat.chat import Chat
-from service.rollout.engine import Generation
-from service.rollout.limits import AgentLimits
+from service.rollout.engine import AgentLimits, Generation
 from service.types import Int32s, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import generated, limits
 

@@ -16,7 +16,7 @@ from service.environment_variables import SAFE_PATH, USER_FOLDER
 from service.errors import ConfigError, UserError
 from service.rollout.environment import Task
 from service.rollout.environments.registry import make_environment
-from service.rollout.isolation import IsolatedEnvironment, environment_processes
+from service.rollout.factory import IsolatedEnvironment, environment_processes
 from service.user_code import registered
 from tests import hostile_folder
 

@@ -6,8 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from service.evaluation.report import table
-from service.evaluation.scores import EvalShard, EvalTrajectory, pass_at, summarize
+from service.evaluation.scores import EvalShard, EvalTrajectory, pass_at, summarize, table
 
 
 def test_pass_at_k_is_the_share_of_k_draws_with_a_pass() -> None:
@@ -34,12 +33,9 @@ def test_lost_trajectories_are_counted_and_left_out_of_the_means() -> None:
     assert (found.avg_score, found.n_lost, found.n_prompts) == (1.0, 2, 2)
     assert found.pass_at == {1: 1.0, 2: 1.0}
     assert found.stop_reasons == {"stop": 1, "max_turns": 1, "environment_error": 1, "engine_timeout": 1}
-
-
-def test_the_share_of_cut_responses_is_over_the_turns_of_trajectories_that_were_not_lost() -> None:
     cut = EvalTrajectory("a", 0.0, 3, 8, "truncated", n_truncated=2)
-    lost = EvalTrajectory("a", 0.0, 3, 8, "environment_error", n_truncated=3)
-    found = summarize("dev", [cut, played("a", 1.0, n_turns=5), lost])
+    lost = [EvalTrajectory("a", 0.0, 3, 8, "environment_error", n_truncated=3)]
+    found = summarize("dev", [cut, played("a", 1.0, n_turns=5), *lost])
     assert found.metrics()["eval/dev/truncated_ratio"] == found.record()["truncated_ratio"] == 0.25
     assert "25.0%" in table([found])
 

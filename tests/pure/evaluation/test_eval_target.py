@@ -37,31 +37,16 @@ def test_a_run_means_its_final_weights_and_without_them_its_newest_checkpoint(tm
     assert eval_target(whole).weights(None) == whole / "final"
     manifest = Manifest(step=40, journal_position=0, files={})
     assert found.weights(manifest) == stopped / "checkpoints" / "step_40"
+    (whole / FINAL).rename(previous := previous_folder(whole / FINAL))
+    assert eval_target(whole).model == previous, "they were being replaced when their run was killed"
 
 
-def test_final_weights_that_were_being_replaced_when_their_run_was_killed_are_still_found(tmp_path: Path) -> None:
-    run = run_folder(tmp_path / "run", final=True)
-    (run / FINAL).rename(previous_folder(run / FINAL))
-    assert eval_target(run).model == previous_folder(run / FINAL)
-
-
-def test_a_checkpoint_means_its_step_and_brings_its_runs_configuration(tmp_path: Path) -> None:
+def test_a_checkpoint_or_model_folder_means_itself_and_only_a_runs_own_brings_a_configuration(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", final=True)
     found = eval_target(run / "checkpoints" / "step_40")
     assert (found.step, found.model, found.run, found.settings) == (40, None, run, [run / "config.yaml"])
-
-
-def test_a_model_folder_means_itself_and_only_a_runs_own_brings_a_configuration(tmp_path: Path) -> None:
-    run = run_folder(tmp_path / "run", final=True)
     assert (eval_target(run / "final").model, eval_target(run / "final").run) == (run / "final", run)
     assert (eval_target(run / "model").model, eval_target(run / "model").settings) == (run / "model", [])
-
-
-def test_a_path_that_is_none_of_these_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match="no model"):
-        eval_target(tmp_path)
-    assert main(["eval", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("words", [["eval"], ["init"]], ids=lambda words: words[0])
@@ -72,14 +57,6 @@ def test_a_link_that_leads_to_itself_is_one_line(
     loop.symlink_to(loop)
     assert main([*words, str(loop)]) == 2
     assert str(loop) in (said := capsys.readouterr().err) and said.count("\n") == 1
-
-
-def test_a_model_that_belongs_to_no_run_needs_a_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").touch()
-    assert main(["eval", str(tmp_path)]) == 2
-    assert "give a configuration" in capsys.readouterr().err
 
 
 def test_an_unrelated_folder_of_a_runs_name_does_not_hide_the_run(

@@ -15,10 +15,9 @@ from service.handoff.steps.tables import step_objects
 from service.rollout.agent_loop import TrajectoryResult, run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
-from service.rollout.engine import Generation, Sampling
+from service.rollout.engine import AgentLimits, Generation, Sampling
 from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Environment, Message, StepResult, Task
-from service.rollout.limits import AgentLimits
 from service.rollout.step_sinks import StepColumns
 from service.types import Int32s, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 

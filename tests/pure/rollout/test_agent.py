@@ -15,9 +15,8 @@ from service.config.rollout import EnvConfig, GeneratorConfig
 from service.handoff.steps.values import MAX_REWARD
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
-from service.rollout.engine import Generation, Sampling
+from service.rollout.engine import AgentLimits, Generation, PlaySettings, Sampling
 from service.rollout.environment import Message, StepResult
-from service.rollout.limits import AgentLimits, PlaySettings
 from service.types import NO_VERSION, ROUTE_NATIVELY
 from tests.pure.rollout.conftest import (
     QUESTION,

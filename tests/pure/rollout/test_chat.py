@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from baton.examples import lookup
 from service.errors import UserError
-from service.rollout.chat.chat import Chat
-from service.rollout.chat.special_tokens import BREAK, MessagesRefused
+from service.rollout.chat.chat import BREAK, Chat, MessagesRefused
 from service.rollout.chat.tokenizer import END, load_tokenizer, make_tokenizer
 from service.rollout.environment import Message
 from service.types import Int32s

@@ -23,8 +23,7 @@ from service.rollout.check_inputs import check_environments, check_inputs
 from service.rollout.environment import Task
 from service.rollout.environments import registry as environments
 from service.rollout.environments.registry import make_environment, synthetic_data
-from service.rollout.factory import Environments
-from service.rollout.isolation import IsolatedEnvironment
+from service.rollout.factory import Environments, IsolatedEnvironment
 from tests.pure.rollout.misbehaving import Echo
 
 ECHO = "tests.pure.rollout.misbehaving:Echo"
@@ -112,7 +111,7 @@ async def test_no_more_episodes_with_a_process_are_open_at_once_than_processes_a
 def test_rows_that_need_an_unknown_environment_are_found_before_the_run() -> None:
     check_environments(EnvConfig(), [task("", seed=1), task("lookup", seed="2")], MADE)
     with pytest.raises(UserError, match=r"no environment 'lokup'.*first needed by row 1, b\)"):
-        check_environments(EnvConfig(), [task("", "a"), task("lokup", "b"), task("lokup", "c")], MADE)
+        check_environments(EnvConfig(), [task("", "a", seed=1), task("lokup", "b"), task("lokup", "c")], MADE)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from service.rollout.chat.chat import Chat
 from service.rollout.child_main import KILL_SECONDS
 from service.rollout.child_process import STARTED_SECONDS, ChildDied, ChildProcesses
 from service.rollout.environment import Message, OversizedOutput, Task
-from service.rollout.isolation import IsolatedEnvironment, environment_processes
+from service.rollout.factory import IsolatedEnvironment, environment_processes
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, play
 
 HERE = "tests.pure.rollout.misbehaving"
@@ -184,7 +184,7 @@ async def test_what_an_environment_started_ends_when_it_dies_or_its_answer_is_no
 GENERATOR = """
 import asyncio, sys
 from service.rollout.environment import Task
-from service.rollout.isolation import IsolatedEnvironment, environment_processes
+from service.rollout.factory import IsolatedEnvironment, environment_processes
 
 async def play(name, module, pid_file):
     episode = IsolatedEnvironment(environment_processes(1000), f"{module}:{name}", {"suffix": pid_file}, [module])

@@ -159,7 +159,7 @@ async def test_isolated_episodes_beyond_the_bound_wait_for_a_process_instead_of_
     episodes = await asyncio.gather(*(played(plays, i, task=task) for i in range(3)))
     assert [items[-1].stop_reason for items in episodes] == ["stop"] * 3
     lines = [child.info["cmdline"] or [] for child in psutil.process_iter(["cmdline", "ppid"]) if ours(child)]
-    assert sum("service.rollout.isolation" in line for line in lines) == 1
+    assert sum("service.rollout.factory" in line for line in lines) == 1
     await plays.close()
 
 

@@ -23,7 +23,7 @@ from service.config import Config, DataConfig, EnvConfig, GeneratorConfig, LoraC
 from service.config.rollout import ColumnsConfig, MixturePart
 from service.errors import UserError
 from service.learn.model.adapter_folder import Base, write_adapter
-from service.rollout.chat.special_tokens import MessagesRefused
+from service.rollout.chat.chat import MessagesRefused
 from service.rollout.check_inputs import check_inputs
 from service.rollout.environment import Message, Task
 from service.rollout.prompts.dataset import load_tasks, write_rows

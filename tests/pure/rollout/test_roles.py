@@ -24,7 +24,7 @@ from service.rollout.chat.frozen import FrozenModels
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Message, StepResult
 from service.rollout.step_sinks import StepColumns
-from service.scorers.teacher import TeacherAddress
+from service.scorers.scorer import TeacherAddress
 from service.types import NO_VERSION, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, limits, served, whole_prompts
 

@@ -14,8 +14,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from service.rollout.chat.chat import Chat
-from service.rollout.chat.special_tokens import MessagesRefused
+from service.rollout.chat.chat import Chat, MessagesRefused
 
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "<|user|>", "<|tool|>", "<unk>")
 ORDINARY = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")

@@ -44,12 +44,6 @@ def leaves(trajectories: Sequence[Trajectory]) -> list[float]:
     raise SystemExit(3)
 
 
-def hangs(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Takes longer than it has."""
-    time.sleep(1.0)
-    return [0.0] * len(trajectories)
-
-
 def dies(trajectories: Sequence[Trajectory]) -> list[float]:
     """Ends its process."""
     os._exit(3)

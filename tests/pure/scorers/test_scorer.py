@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,12 @@ from service.handoff.steps.wire import encode as encode_group
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
 from service.scorers.reply import Failure, ScorerFailed, answer_from, answer_of
-from service.scorers.scorer import Scorer
-from service.scorers.teacher import taught
+from service.scorers.scorer import Scorer, taught
 from service.scorers.user import trajectories_of
 from service.types import Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import step
 from tests.pure.learn.outcomes import played
+from tests.pure.rollout.conftest import served
 
 WORDS = [f"w{i}" for i in range(64)]
 TASKS = [Task("p", ({"role": "user", "content": "w1"},), "", extra_info={"bonus": 2})]
@@ -121,30 +120,17 @@ def test_code_that_is_not_there_is_refused_at_the_start(tmp_path: Path, use: str
 
 # -- an address --------------------------------------------------------------------------------------------------------
 
-BAD = (None, [], [None] * 3, [None] * 10, [None, *[{"1": {"logprob": "x"}}] * 9])
+BAD = (None, [None] * 3, [None] * 10, [None, *[{"1": {"logprob": "x"}}] * 9])
 """What is no list of the log-probabilities of ten tokens."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-@asynccontextmanager
-async def served(handler: Handler) -> AsyncIterator[str]:
-    app = web.Application(client_max_size=1 << 26)
-    app.router.add_post("/score", handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/score"
-    finally:
-        await runner.cleanup()
-
-
 def answered_by(folder: Path, handler: Handler, **settings: Any) -> Answer:
     async def ask() -> Answer:
-        async with served(handler) as url:
-            data = encode_group(GROUP)
-            return answer_from(await scorer(folder, kind="teacher", url=url, **settings).reply(0, data), room=len(data))
+        (app := web.Application(client_max_size=1 << 26)).router.add_post("/score", handler)
+        async with served(app) as url:
+            teacher, data = scorer(folder, kind="teacher", url=f"{url}/score", **settings), encode_group(GROUP)
+            return answer_from(await teacher.reply(0, data), room=len(data))
 
     return asyncio.run(ask())
 
@@ -153,7 +139,6 @@ def answered_by(folder: Path, handler: Handler, **settings: Any) -> Answer:
     ("status", "body", "reason"),
     [
         (500, b"{}", Failure.HTTP),
-        (200, b"{", Failure.MALFORMED),
         (200, b"[" * 100_000, Failure.MALFORMED),
         (200, b"[1, 2]", Failure.MALFORMED),
         (200, b" " * (10 << 20), Failure.TOO_LARGE),
@@ -173,11 +158,11 @@ def test_a_bad_answer_of_a_teachers_address_is_a_failure_with_a_reason(
 
 def test_a_teachers_address_that_hangs_or_is_not_there_is_a_failure(tmp_path: Path) -> None:
     async def completions(request: web.Request) -> web.Response:
-        await asyncio.sleep(60)
+        await asyncio.sleep(1)
         return web.Response()
 
     with pytest.raises(ScorerFailed) as failed:
-        answered_by(tmp_path, completions, deadline=0.5)
+        answered_by(tmp_path, completions, deadline=0.2)
     assert failed.value.reason is Failure.DEADLINE
     assert failure(tmp_path, kind="teacher", url="http://127.0.0.1:9/score") is Failure.HTTP
 
@@ -210,7 +195,7 @@ def test_an_endpoint_with_prompt_log_probabilities_is_a_teacher(tmp_path: Path) 
     assert made[0].logprobs.tolist() == made[1].logprobs.tolist() == [-3 / 8, -4 / 8, -8 / 8, -9 / 8] * 2  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_each_sampled_token_gets_the_log_probability_of_its_own_context(seed: int) -> None:
     """However steps branch, arrive and share prefixes: a number made of a token's whole context shows which it was."""
     rng = np.random.default_rng(seed)
