@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -15,10 +15,8 @@ from service.handoff.validate import LOGPROB_TOLERANCE
 from service.rollout.environment import MAIN
 from service.types import Experts, Float32s, Int32s, Int64s
 
-if TYPE_CHECKING:  # datasets are checked without importing transformers, which takes seconds
-    from service.rollout.chat.chat import Chat
-    from service.rollout.chat.conversation import Mode
-
+Mode = Literal["append", "rerender", "inline"]
+"""How the prompt of the next turn is built (`service.rollout.chat.conversation`)."""
 MAX_OBSERVATION_CHARACTERS = 1 << 20
 """Maximum characters of one observation, over all texts and names of its messages; if an observation is longer, the
 trajectory fails."""
@@ -76,15 +74,15 @@ class AgentLimits:
         return self.max_input_length + self.sampling.max_tokens + 1
 
     @staticmethod
-    def of(settings: PlaySettings, chat: Chat) -> AgentLimits:
-        """Take the limits and the sampling parameters from the configuration."""
+    def of(settings: PlaySettings, end_ids: tuple[int, ...]) -> AgentLimits:
+        """Take the limits and the sampling parameters from the configuration. `end_ids`: the tokens that end a turn."""
         env, generator = settings.env, settings.generator
         return AgentLimits(
             max_turns=env.max_turns,
             max_input_length=generator.max_input_length,
             step_deadline=env.step_deadline,
             request_deadline=generator.request_deadline,
-            sampling=Sampling.of(generator, chat.end_ids),
+            sampling=Sampling.of(generator, end_ids),
             conversation=generator.conversation,
             roles={MAIN: None, **settings.roles},
         )

@@ -70,7 +70,7 @@ class Player:
         self.timelines = Timelines(settings.generator.min_engines)
         self._engine: Engine = TimedEngine(engine, self.timelines)
         self.chat = load_chat(model_folder, settings.generator)
-        self._limits = AgentLimits.of(settings, self.chat)
+        self._limits = AgentLimits.of(settings, self.chat.end_ids)
         self._frozen = FrozenModels(settings.roles)
         self._environments = Environments(settings.env, commands)
         self.agents = agents(self.chat, self._engine, self._limits)

@@ -19,17 +19,15 @@ look fox      <|im_end|>       token_ids   [look fox <|im_end|>]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from service.handoff.steps.values import StopReason
 from service.rollout.chat.chat import Chat, Tool
-from service.rollout.engine import Generation
+from service.rollout.engine import Generation, Mode
 from service.rollout.environment import Message
 from service.types import NO_VERSION, Bools, Float32s, Int32s, Int64s
-
-Mode = Literal["append", "rerender", "inline"]
 
 
 class Response(NamedTuple):

@@ -19,7 +19,8 @@ import numpy as np
 
 from service.errors import UserError
 from service.rollout.chat.chat import Chat, MessagesRefused
-from service.rollout.chat.conversation import Conversation, Mode, generation_of
+from service.rollout.chat.conversation import Conversation, generation_of
+from service.rollout.engine import Mode
 from service.rollout.environment import Message
 from service.rollout.prompts.dataset import read_rows
 from service.types import SupervisedRow

@@ -14,8 +14,7 @@ from service.columns import digest, widened
 from service.config.rollout import EnvConfig, GeneratorConfig
 from service.handoff.steps.values import MAX_REWARD
 from service.rollout.chat.chat import Chat
-from service.rollout.chat.conversation import Mode
-from service.rollout.engine import AgentLimits, Generation, PlaySettings, Sampling
+from service.rollout.engine import AgentLimits, Generation, Mode, PlaySettings, Sampling
 from service.rollout.environment import Message, StepResult
 from service.types import NO_VERSION, ROUTE_NATIVELY
 from tests.pure.rollout.conftest import (
@@ -149,7 +148,7 @@ async def test_an_engine_that_breaks_is_not_mistaken_for_a_bad_environment(chat:
 
 def test_the_engine_is_asked_for_one_token_less_than_a_response_may_have(chat: Chat) -> None:
     settings = PlaySettings(0, EnvConfig(), GeneratorConfig(max_generate_length=8), {})
-    sampling = AgentLimits.of(settings, chat).sampling
+    sampling = AgentLimits.of(settings, chat.end_ids).sampling
     assert (sampling.max_tokens, sampling.stop_token_ids) == (7, (chat.end_id,))
 
 

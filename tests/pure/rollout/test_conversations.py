@@ -10,7 +10,7 @@ import pytest
 
 from service.errors import UserError
 from service.rollout.chat.chat import Chat
-from service.rollout.chat.conversation import Mode
+from service.rollout.engine import Mode
 from service.rollout.environment import Message
 from service.rollout.prompts.conversations import conversation_rows, rows_with_loss_mask, unknown_note
 from service.types import SupervisedRow

@@ -11,8 +11,7 @@ import pytest
 from service.handoff.steps.values import StopReason
 from service.rollout.agent_loop import TrajectoryResult
 from service.rollout.chat.chat import Chat
-from service.rollout.chat.conversation import Mode
-from service.rollout.engine import Generation
+from service.rollout.engine import Generation, Mode
 from tests.pure.rollout.conftest import ScriptedEngine, ScriptedEnvironment, generated, play, told
 
 THREE = generated([5, 6, 7])
