@@ -214,8 +214,8 @@ def test_each_sampled_token_gets_the_log_probability_of_its_own_context(seed: in
     expected = [
         of_context(ids[: len(ids) - len(each.response_ids) + t + 1])
         for each, ids in zip(steps, whole, strict=True)
-        for t in range(len(each.response_ids))
+        for t in np.flatnonzero(each.loss_mask)
     ]
     assert np.allclose(found, np.array(expected, np.float32), atol=1e-6)
-    in_order = np.concatenate([each.response_ids for each in steps])
+    in_order = np.concatenate([each.response_ids[each.loss_mask] for each in steps])
     assert table.token_ids_N[sampled_tokens(table)].tolist() == in_order.tolist()
