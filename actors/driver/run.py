@@ -19,6 +19,7 @@ from actors.driver.coordinator import Coordinator
 from actors.driver.prepare import prepare
 from actors.driver.ray_session import ray_session
 from actors.driver.signals import FORCING, exit_on_stop_signals, force_after, heeded_signals, on_stop_signal
+from actors.observe.actor_logs import begin_logs
 from service.config import Config, check, resolved_yaml
 from service.config.core_settings import buffer_settings
 from service.config.paths import with_absolute_paths
@@ -165,6 +166,7 @@ def _run_on_ray(
     mark = uuid.uuid4().hex[:12]
     address = os.environ.get("RAY_ADDRESS")
     stopped_early = partial(end_early, folder, say, 0 if manifest is None else manifest.step)
+    begin_logs(folder.path / LOGS, config.generator.min_engines, config.trainer.ranks)
     with contextlib.ExitStack() as held:
         with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
             held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early))

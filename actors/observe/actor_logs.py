@@ -25,6 +25,13 @@ def log_env(folder: Path) -> dict[str, str]:
     return {LOG_FOLDER: f"{folder.stat().st_ino}:{folder}"}
 
 
+def begin_logs(folder: Path, engines: int, ranks: int) -> None:
+    """Create the empty logs of a run's parts, so that they can be followed from the start."""
+    numbered = [*(f"generator-{number}" for number in range(engines)), *(f"trainer-{rank}" for rank in range(ranks))]
+    for part in ("driver", "metrics-hub", "buffer", *numbered):
+        (folder / f"{part}{SUFFIX}").touch()
+
+
 def shared_logs() -> Path | None:
     """Return the run's folder of logs if this process belongs to a run and its host shares the folder, else None."""
     inode, _, folder = os.environ.get(LOG_FOLDER, "0:").partition(":")

@@ -94,7 +94,7 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
 
 
 def dashboards_page() -> str:
-    """The text of `docs/dashboards.md`, which lists the panels; each panel has its meaning as its description."""
+    """The text of `docs/dashboards.md`, which lists them; a panel has its meaning as its description."""
     text = (
         "# Dashboards\n\nMade from `scripts/dashboards/` by `python -m scripts.docs`. [Operations](operations.md"
         "#prometheus-alertmanager-grafana) says how to start Prometheus and Grafana; this Grafana loads the files of "
@@ -104,7 +104,7 @@ def dashboards_page() -> str:
         "empty; each has its meaning as its description. The queries are checked against a live Prometheus; no Grafana "
         "server has rendered the dashboards.\n"
     )
+    text += "\n| dashboard | what it shows |\n|---|---|\n"
     for dashboard in DASHBOARDS:
-        text += f"\n## {dashboard.title.removeprefix('Baton: ').capitalize()}\n\n{dashboard.meaning}\n\n"
-        text += f"Panels: {', '.join(panel.title for panel in dashboard.panels)}.\n"
+        text += f"| {dashboard.title.removeprefix('Baton: ')} | {dashboard.meaning} |\n"
     return text

@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -21,24 +20,7 @@ SKY = ROOT / "deploy/skypilot/baton.yaml"
 
 LOCAL = ("type", "head_ip", "worker_ips")
 """What Ray reads of the provider `local`."""
-TEXT = {"type": "string"}
-TASK = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["resources", "setup", "run"],
-    "properties": {
-        "name": TEXT,
-        "workdir": TEXT,
-        "resources": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {"accelerators": TEXT, "use_spot": {"type": "boolean"}, "disk_size": {"type": "integer"}},
-        },
-        "envs": {"type": "object", "additionalProperties": {"type": ["string", "null"]}},
-        "setup": TEXT,
-        "run": TEXT,
-    },
-}
+FIELDS = {"name", "workdir", "resources", "envs", "setup", "run"}
 """The fields that the task uses, of the schema of SkyPilot 0.14.1, whose own reader took the file."""
 
 
@@ -47,12 +29,13 @@ def check_cluster(document: dict[str, Any]) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     validate_config(prepare_config(copy.deepcopy(document)))
-    jsonschema.validate(document["provider"], {"properties": {key: {} for key in LOCAL}, "additionalProperties": False})
+    assert document["provider"].keys() <= {*LOCAL}
 
 
 def check_task(document: dict[str, Any]) -> None:
     """Raises where SkyPilot would refuse the task."""
-    jsonschema.validate(document, TASK)
+    assert {"resources", "setup", "run"} <= document.keys() <= FIELDS
+    assert document["resources"].keys() <= {"accelerators", "use_spot", "disk_size"}
 
 
 def test_rays_commands_have_options_that_ray_has_and_ask_for_a_token() -> None:

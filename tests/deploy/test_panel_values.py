@@ -1,6 +1,5 @@
 """What the dashboards' building blocks compute, by Prometheus itself, from series whose answer is known."""
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.dashboards.pages import DASHBOARDS
 from scripts.dashboards.panels import last, last_ratio, mean, quantile, rate, rate_ratio
 
 SERIES = {
@@ -55,23 +53,3 @@ def test_a_building_block_gives_what_it_says_for_the_chosen_run(
     command = ["promtool", "test", "rules", str(tmp_path / "tests.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-WHOLES = {
-    "baton_step_seconds_sum",
-    "baton_batch_tokens_total",
-    "baton_batch_sampled_tokens_total",
-    "baton_rows_before_merge_total",
-    "baton_responses_total",
-    "baton_buffer_limit_bytes",
-    "baton_journal_limit_bytes",
-}
-"""What shares are of."""
-
-
-def test_every_share_is_of_a_whole() -> None:
-    expressions = [q.expr for d in DASHBOARDS for p in d.panels if p.unit == "percentunit" for q in p.queries]
-    shares = [expr.split(" / ") for expr in expressions if " / " in expr and "baton_tokens" not in expr]
-    named = [[set(re.findall(r"\bbaton_\w+", side)) for side in sides] for sides in shares]
-    assert {name for _, whole in named for name in whole} == WHOLES
-    assert all(len(of) == len(whole) == 1 and not of & WHOLES for of, whole in named)

@@ -88,10 +88,3 @@ def test_nothing_is_installed_where_it_may_not_be(
     assert servers.main() == 0
     said = capsys.readouterr().out
     assert "BATON_SERVERS=no" in said and "only root can install them" in said and not (tmp_path / "ran").exists()
-
-
-def test_a_policy_of_the_machine_stays(servers: ModuleType, tmp_path: Path) -> None:
-    (policy := tmp_path / "policy-rc.d").write_text("its own")
-    with servers.services_stay_down(policy):
-        assert policy.read_text() == "its own"
-    assert policy.read_text() == "its own"

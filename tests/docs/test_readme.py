@@ -8,13 +8,16 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from service.cli.parser import main
 from service.config import Config, load
 from service.config.checks import problems
+from service.rollout.environment import Task
 from service.rollout.environments.registry import make_environment
 from service.rollout.prompts.dataset import load_tasks
 
@@ -78,6 +81,16 @@ def test_the_configuration_of_ones_own_is_right(tmp_path: Path) -> None:
     assert config.env.name == "my_envs:Guess" != Config().env.name
 
 
+async def played(name: str, options: dict[str, int], task: Task, texts: list[str]) -> tuple[Sequence[Any], list[Any]]:
+    """The first messages of an episode of an environment `module:Class`, and its answer to each text, until it ends."""
+    episode = make_environment(name, options, [name.partition(":")[0]])
+    first, results = await episode.reset(task, seed=0), []
+    for text in texts:
+        results.append(await episode.step(text))
+    await episode.close()
+    return first, [(each.reward, each.done, "".join(m["content"] for m in each.messages)) for each in results]
+
+
 def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = [block for block in blocks(README, "python") if "my_envs.py" in block]
     (row,) = blocks(README, "json")
@@ -85,17 +98,10 @@ def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: 
     (tmp_path / "train.jsonl").write_text(row)
     monkeypatch.syspath_prepend(tmp_path)
     (task,) = load_tasks(tmp_path / "train.jsonl")
-
-    async def play() -> list[tuple[float, bool, str]]:
-        episode = make_environment("my_envs:Guess", {}, ["my_envs"])
-        first = await episode.reset(task, seed=0)
-        assert first[0]["content"] == json.loads(row)["prompt"][0]["content"]
-        results = [await episode.step(text) for text in ("is it 40?", "then 43", "it is 42")]
-        await episode.close()
-        return [(each.reward, each.done, "".join(m["content"] for m in each.messages)) for each in results]
-
     try:
-        assert asyncio.run(play()) == [(0.0, False, "higher"), (0.0, False, "lower"), (1.0, True, "")]
+        first, said = asyncio.run(played("my_envs:Guess", {}, task, ["is it 40?", "then 43", "it is 42"]))
+        assert first[0]["content"] == json.loads(row)["prompt"][0]["content"]
+        assert said == [(0.0, False, "higher"), (0.0, False, "lower"), (1.0, True, "")]
     finally:
         sys.modules.pop("my_envs", None)
 

@@ -29,7 +29,7 @@ from service.run.folder import TARGETS
 from service.scorers.reply import Answer, answer_from
 from service.scorers.scorer import Scorer
 from tests.docs.test_readme import blocks as blocks_in
-from tests.docs.test_readme import commands, sound, targets
+from tests.docs.test_readme import commands, played, sound, targets
 from tests.pure.scorers.test_scorer import GROUP, TASKS, WORDS
 
 ROOT = Path(__file__).parents[2]
@@ -178,19 +178,16 @@ def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(tmp_path)
     (task,) = load_tasks(tmp_path / "train.jsonl")
 
-    async def play(texts: list[str]) -> tuple[float, bool, str]:
-        episode = make_environment("own_envs:Hangman", {"lives": 2}, ["own_envs"])
-        assert list(await episode.reset(task, seed=0)) == json.loads(row)["prompt"]
-        for text in texts:
-            result = await episode.step(text)
-        await episode.close()
-        return result.reward, result.done, "".join(message["content"] for message in result.messages)
-
+    games = {
+        ("a",): (0.0, False, "_a___, 2 lives"),
+        ("b", "a", "x"): (0.0, False, "ba___, 1 lives"),
+        ("b", "a", "I say t", "o", "n"): (1.0, True, ""),
+        ("x", "y"): (0.0, True, ""),
+    }
     try:
-        assert asyncio.run(play(["a"])) == (0.0, False, "_a___, 2 lives")
-        assert asyncio.run(play(["b", "a", "x"])) == (0.0, False, "ba___, 1 lives")
-        assert asyncio.run(play(["b", "a", "I say t", "o", "n"])) == (1.0, True, "")
-        assert asyncio.run(play(["x", "y"])) == (0.0, True, "")
+        for texts, last in games.items():
+            first, said = asyncio.run(played("own_envs:Hangman", {"lives": 2}, task, [*texts]))
+            assert list(first) == json.loads(row)["prompt"] and said[-1] == last
     finally:
         sys.modules.pop("own_envs", None)
 

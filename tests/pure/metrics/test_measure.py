@@ -16,12 +16,10 @@ from service.observe.measure import (
     LeasedBatches,
     measure_buffer,
     measure_ended,
-    measure_process,
-    measure_run,
     measure_step,
     measure_steps,
 )
-from service.observe.metrics import MAX_SERIES, AlertThresholds, Metrics
+from service.observe.metrics import AlertThresholds, Metrics
 from service.scorers.reply import REASONS
 from service.types import Extension, MicroBatch, MiniBatch, Step, TrajectoryEnd, TrajectoryId
 
@@ -67,16 +65,6 @@ def test_a_line_of_metrics_becomes_gauges_histograms_and_counters(metrics: Metri
     assert value(metrics, "baton_last_optimizer_step_timestamp_seconds") == 1e9 + 1
     # The mean of a batch is no observation of a token's staleness.
     assert b"baton_staleness_versions" not in metrics.snapshot()
-
-
-def test_the_state_of_a_run_is_one_series(metrics: Metrics) -> None:
-    measure_run(metrics, AlertThresholds.of(Config()), "run-2", "0.1.0")
-    for state in ("warm_start", "training"):
-        metrics.set_all("baton_run_state", "state", {state: 1})
-    assert value(metrics, "baton_run_state", state="training") == 1
-    assert b"warm_start" not in metrics.snapshot()
-    assert value(metrics, "baton_run_info", run="run-2", baton_version="0.1.0") == 1
-    assert value(metrics, "baton_batch_padded_sequence_length_alert_tokens") == 960
 
 
 def step(prompt: int, response: int, extends: Extension | None = None) -> Step:
@@ -204,19 +192,6 @@ def test_a_scorer_that_has_not_failed_yet_has_a_zero_for_each_reason_for_which_i
     assert value(metrics, "baton_scorer_failures_total", scorer="judge", reason="died") == 2
 
 
-def test_label_values_without_end_are_counted_together(metrics: Metrics) -> None:
-    for number in range(3 * MAX_SERIES):
-        measure_ended(metrics, [(TrajectoryEnd(TrajectoryId(0, 0), "p", 1, f"reason-{number}", 0.0), "env")])
-    assert metrics.snapshot().count(b"baton_completed_trajectories_total{") == MAX_SERIES + 1
-    assert value(metrics, "baton_completed_trajectories_total", stop_reason="other") == 2 * MAX_SERIES
-
-
-def test_a_process_shows_what_it_costs(metrics: Metrics) -> None:
-    measure_process(metrics)
-    assert value(metrics, "baton_process_cpu_seconds_total") > 0
-    assert value(metrics, "baton_process_resident_memory_bytes") > 10e6
-
-
 class FakeHub:
     """Stands in for the hub's actor handle."""
 
@@ -255,11 +230,3 @@ def test_reports_go_with_the_next_push_once_and_as_they_were() -> None:
     reporter.push()
     reporter.push()
     assert hub.reports == [[("step", {"trainer/global_step": 1}), ("step", {"trainer/global_step": 2})], []]
-
-
-def test_the_gauges_that_ray_shows_too_are_known_with_their_labels(metrics: Metrics) -> None:
-    metrics.set("baton_policy_version", 3)
-    metrics.set("baton_buffer_groups", 5, state="open")
-    metrics.set("baton_reward", 0.5)
-    shown = {(metric.name, *labels.items()): number for metric, labels, number in metrics.in_ray()}
-    assert shown == {("baton_policy_version",): 3.0, ("baton_buffer_groups", ("state", "open")): 5.0}
