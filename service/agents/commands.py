@@ -82,8 +82,21 @@ class Finished(NamedTuple):
     """The exit code, or 128 + the signal that ended the command; None: it reached its time limit, or did not start."""
 
 
+class CommandAgent:
+    """The agent of one trajectory, which runs the command. It has no `close`, which would end other trajectories."""
+
+    def __init__(self, runner: AgentRunner) -> None:
+        self._runner = runner
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        """Run the command, and finish the session with its score; without a score, with the reward that the agent
+        posted."""
+        finished = await self._runner.run(task, session.base_url, session.key, seed)
+        session.finish(**finished._asdict())
+
+
 class AgentRunner:
-    """Runs the commands of one generator; it is the agent of all its trajectories."""
+    """Runs the commands of one generator."""
 
     def __init__(self, settings: CommandConfig) -> None:
         self._limits = settings.limits
@@ -91,15 +104,9 @@ class AgentRunner:
         self._seconds = settings.limits.seconds + settings.limits.score_seconds + AROUND_SECONDS
         self._processes = ChildProcesses(__name__, MAX_ANSWER_BYTES)
 
-    def make(self) -> AgentRunner:
-        """The agent for a trajectory."""
-        return self
-
-    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        """Run the command, and finish the session with its score; without a score, with the reward that the agent
-        posted."""
-        finished = await self.run(task, session.base_url, session.key, seed)
-        session.finish(**finished._asdict())
+    def make(self) -> CommandAgent:
+        """An agent for one trajectory."""
+        return CommandAgent(self)
 
     async def run(self, task: Task, base_url: str, key: str, seed: int) -> Finished:
         """Run the command for a task, and return its result. The command calls the policy at `base_url`

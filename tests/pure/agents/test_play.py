@@ -520,6 +520,21 @@ async def test_a_command_is_played_by_the_runner_and_may_post_its_own_reward(mod
     assert (end.reward, end.stop_reason) == (3.0, "stop") and step.loss_mask.all()
 
 
+async def test_a_command_that_ends_leaves_the_commands_of_other_trajectories_running(
+    model: Path, tasks: list[Task], tmp_path: Path
+) -> None:
+    """The second trajectory's command ends once the file is there, which is made after the first one's end."""
+    waits = 'read -r question; case "$question" in "$0") ;; *) while [ ! -e "$1" ]; do sleep 0.1; done;; esac'
+    first, go_on = tasks[0].prompt[0]["content"].splitlines()[0], tmp_path / "go_on"
+    config = commanded(("sh", "-c", waits, first, str(go_on)))
+    config = config.model_copy(update={"env": config.env.model_copy(update={"score": ("echo", "0.5")})})
+    async with aclosing(Playing(model, config)) as agents, asyncio.timeout(60):
+        other = asyncio.create_task(agents.one(tasks[1], TrajectoryId(1, 0)))
+        _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
+        go_on.touch()
+        assert [end.reward, (await other)[1].reward] == [0.5, 0.5] and agents.player.failures == {}
+
+
 async def test_an_agent_without_an_endpoint_is_refused_before_the_run(model: Path) -> None:
     config = settings(DOES, what="hangs").model_copy(update={"agents": None})
     with pytest.raises(UserError, match="calls the policy over HTTP; add agents"):
