@@ -7,11 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
 # Tests without Ray and vLLM share no process, port or folder: as many run at once as there are
-# cores. Of the others two files run at once: each waits much for processes that start. `make test`
-# has the former beside the latter, at a lower priority than that of Ray's workers (15), and prints
-# what they said at the end.
+# cores. Of the others two files run at once, the longest first: each waits much for processes that start.
+# `make test` has the former beside the latter, at a lower priority, and prints what they said at the end.
 AT_ONCE := -n logical --maxprocesses 8 --dist worksteal tests/pure tests/sim
-TWO_FILES := -n 2 --dist loadfile
+TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 IN_TURN := tests/e2e tests/chaos tests/hosts tests/gpu
 # Documentation, deployment files, servers and pages: these tests matter where those files changed.
 EDGES := tests/docs tests/deploy tests/browser tests/e2e/test_monitoring.py
@@ -61,7 +60,7 @@ servers: dev ## Prometheus, Alertmanager, Chromium and Slurm for the tests, as r
 test: dev ## the test suite on CPU, real Ray, vLLM and FSDP included
 	@echo "baton: testing, with real Ray and vLLM first; tests without them run beside that and are printed last"
 	@rm -f build/slowest*.txt; said=$$(mktemp); failed=0; \
-	    nice -n 19 $(PYTEST) --slowest build/slowest-pure.txt -m "not full" $(AT_ONCE) >$$said 2>&1 & \
+	    nice -n 10 $(PYTEST) --slowest build/slowest-pure.txt -m "not full" $(AT_ONCE) >$$said 2>&1 & \
 	    beside=$$!; trap 'kill $$beside 2>/dev/null || true; rm -f $$said' EXIT; \
 	    $(PYTEST) --slowest build/slowest-e2e.txt -m "not full and not chaos" \
 	        --ignore tests/e2e/test_monitoring.py $(TWO_FILES) $(IN_TURN) || failed=1; \
@@ -80,8 +79,9 @@ test-full: dev servers ## all tests that run on CPU, except test-chaos
 	@$(PYTEST) -m "not chaos" --hypothesis-profile=fresh $(IN_TURN) $(EDGES)
 test-chaos: dev ## kill processes in the middle of real runs, hundreds of times (about an hour)
 	@$(BIN)/python -m tests.chaos
-worlds: dev ## five thousand simulated runs with injected faults, on one core (about ten minutes)
+worlds: dev ## five thousand simulated runs with injected faults, and every pair of deaths, on one core (a quarter of an hour)
 	@$(BIN)/python -m tests.sim --worlds 5000
+	@$(PYTEST) -n 0 tests/sim/test_pairs.py
 soak: dev ## the buffer under load for twenty minutes
 	@$(BIN)/python -m benchmarks.soak
 

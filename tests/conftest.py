@@ -44,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A token of the session's own: Ray need not write one into the home of whoever runs the tests.
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # Ray's workers have a low priority, behind the tests that run beside them; and Ray starts workers that no run uses.
+    os.environ |= {"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}
     os.environ["MPLBACKEND"] = "agg"
     _let_children_have_signals()
     os.environ[MARK] = f"{os.getpid()}-{secrets.token_hex(4)}"

@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from actors import RAY_ENV
+from tests.conftest import processes_with
 from tests.e2e.ledger_watch import LedgerWatch
 from tests.e2e.verdict import lines_of, step_of
+from tests.slowest import COMMITTED, read_seconds
 
 ROOT = Path(__file__).parents[2]
 MARK = "BATON_TEST_RUN"
@@ -35,11 +37,18 @@ TAIL_LINES = 80
 """Of a run, in what a failed test says."""
 QUICK = ["model.warm_start.steps=10", "metrics.port=0"]
 """Settings of a quick start that soon begins to train."""
-SHORT = [*QUICK, "run.max_steps=12", "trainer.checkpoint_every=6", "model.warm_start.steps=30", "weights.verify=true"]
+SHORT = [*QUICK, "run.max_steps=8", "trainer.checkpoint_every=4", "weights.verify=true"]
 ENDLESS = ["run.max_steps=100000", *QUICK]
 
+Found = TypeVar("Found")
 LeftOver = Callable[[str, str, float], dict[int, str]]
 """The fixture `left_over`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that two processes end at about the same time."""
+    seconds = {ROOT / name: took for name, took in read_seconds(COMMITTED).items()}
+    items.sort(key=lambda item: -seconds.get(item.path, 0.0))
 
 
 @pytest.fixture(scope="session")
@@ -70,32 +79,47 @@ class Driver:
     folder: Path
     said: list[str] = field(default_factory=list)
     """Its lines so far."""
+    is_closed: bool = False
+    """Whether what it says further is no longer read."""
     _passed: int = 0
-    """How many of them `until` has looked at."""
-    _begun: bytes = b""
-    """The line that it has not finished."""
+    """How many of its lines `until` has looked at."""
+    _heard: int = 0
+
+    def __post_init__(self) -> None:
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as out:
+            for line in out:
+                self.said.append(line.decode(errors="replace"))
+                if self.is_closed:
+                    return
 
     def until(self, words: str) -> str:
         """Read what the run prints up to the next line that contains `words`, and return that."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while True:
+
+        def found() -> str:
             for line in self.said[self._passed :]:
                 self._passed += 1
                 if words in line:
                     return line
-            assert self._hear(PAUSE), f"the run ended before it said {words!r}:\n{self.tail()}"
-            assert time.monotonic() < deadline, f"{WAIT_SECONDS} s without {words!r}; the run said:\n{self.tail()}"
+            return ""
+
+        return self.until_true(found, repr(words))
+
+    def until_true(self, look: Callable[[], Found], what: str = "what was waited for") -> Found:
+        """Wait for something that shows in the run's folder while it goes on."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not (found := look()):
+            assert self._hear(), f"the run ended before {what}:\n{self.tail()}"
+            assert time.monotonic() < deadline, f"{WAIT_SECONDS} s without {what}; the run said:\n{self.tail()}"
+        return found
 
     def step(self) -> int:
         """The optimizer step that the run's folder says was taken last."""
         return step_of(self.folder)
-
-    def until_true(self, look: Callable[[], object], what: str = "what was waited for") -> None:
-        """Wait for something that shows in the run's folder while it goes on."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not look():
-            assert self._hear(PAUSE), f"the run ended before {what}:\n{self.tail()}"
-            assert time.monotonic() < deadline, f"{WAIT_SECONDS} s without {what}; the run said:\n{self.tail()}"
 
     def until_step(self, step: int) -> None:
         """Wait until the run has taken an optimizer step."""
@@ -103,12 +127,11 @@ class Driver:
 
     def end(self) -> int:
         """Read on to the end; the exit code. A run that goes on may take as long as it says something now and then."""
-        heard, lines = time.monotonic(), len(self.said)
-        while self._hear(PAUSE):
+        deadline, lines = time.monotonic() + WAIT_SECONDS, len(self.said)
+        while self._hear():
             if len(self.said) > lines:
-                heard, lines = time.monotonic(), len(self.said)
-            silent = time.monotonic() - heard
-            assert silent < WAIT_SECONDS, f"no end and no word for {silent:.0f} s; the run said:\n{self.tail()}"
+                deadline, lines = time.monotonic() + WAIT_SECONDS, len(self.said)
+            assert time.monotonic() < deadline, f"no word for {WAIT_SECONDS} s; the run said:\n{self.tail()}"
         return self.process.wait(LAST_SECONDS)
 
     def finish(self) -> None:
@@ -125,6 +148,12 @@ class Driver:
         self.process.kill()
         assert self.process.wait(timeout=60) == -signal.SIGKILL
 
+    def kill_part(self, title: str) -> None:
+        """kill -9 the first process of the run whose title contains the words."""
+        mine = [process for process, words in processes_with(MARK, self.mark).items() if title in words]
+        assert mine, f"the run has no process {title!r}"
+        os.kill(min(mine), signal.SIGKILL)
+
     def lines(self) -> list[dict[str, Any]]:
         """Those of `metrics.jsonl`, one of each optimizer step."""
         return lines_of(self.folder)
@@ -138,20 +167,12 @@ class Driver:
         """The last of what the run said."""
         return "".join(self.said[-TAIL_LINES:])
 
-    def _hear(self, seconds: float) -> bool:
-        """Read on for so long, or for what there is; False when the run has ended and said everything."""
-        assert self.process.stdout is not None
-        out = self.process.stdout.fileno()
+    def _hear(self) -> bool:
+        """Wait a moment; False when the run has ended and said everything."""
         ended = self.process.poll() is not None
-        if not select.select([out], [], [], seconds)[0]:
-            return not ended
-        heard = os.read(out, 1 << 16)
-        *lines, self._begun = (self._begun + heard).split(b"\n")
-        self.said += [line.decode(errors="replace") + "\n" for line in lines]
-        if not heard and self._begun:
-            self.said.append(self._begun.decode(errors="replace"))
-            self._begun = b""
-        return bool(heard)
+        self._reader.join(1.0 if ended else PAUSE)
+        heard, self._heard = self._heard, len(self.said)
+        return not ended or self._heard > heard
 
 
 def close(drivers: Sequence[Driver], watches: Sequence[LedgerWatch]) -> None:
@@ -160,10 +181,16 @@ def close(drivers: Sequence[Driver], watches: Sequence[LedgerWatch]) -> None:
         print(driver.tail())
         driver.process.kill()
         driver.process.wait(timeout=10)
-        if driver.process.stdout is not None:
-            driver.process.stdout.close()
     for watch in watches:
         watch.stop()
+
+
+def folder_of(words: Sequence[str], default: Path) -> Path:
+    """The folder of a run with these settings."""
+    own = dict(word.split("=", 1) for word in words if word.startswith(("run.dir=", "run.name=")))
+    if "--resume" in words and not own and (folder := Path(words[words.index("--resume") + 1])).is_dir():
+        return folder
+    return Path(own.get("run.dir", default.parent)) / own.get("run.name", default.name)
 
 
 Drive = Callable[..., Driver]
@@ -172,26 +199,28 @@ Drive = Callable[..., Driver]
 
 @contextmanager
 def driving(runs: Path) -> Iterator[Drive]:
-    """Starts runs, each with a mark of its own in its environment; ends what a failed test left running.
+    """Starts runs, or other commands, each with a mark of its own in its environment; ends what a failed test left.
 
     At every scrape of every one of them the token ledger has to close.
     """
     drivers: list[Driver] = []
     watches: list[LedgerWatch] = []
 
-    def start(settings: list[str], recipe: str = "quickstart") -> Driver:
+    def start(words: list[str], recipe: str = "quickstart", command: str = "run", **environment: str) -> Driver:
+        new = command == "run" and "--resume" not in words
+        how = ["--config", f"configs/{recipe}.yaml", f"run.dir={runs}"] if new else []
         mark = secrets.token_hex(8)
-        how = [] if "--resume" in settings else ["--config", f"configs/{recipe}.yaml", f"run.dir={runs}"]
         process = subprocess.Popen(
-            [sys.executable, "-m", "service", "run", *how, *settings],
+            [sys.executable, "-m", "service", command, *how, *words],
             cwd=ROOT,
-            env={**os.environ, MARK: mark},
+            env={**os.environ, MARK: mark, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-        drivers.append(Driver(process, mark, runs / recipe))
-        watches.append(LedgerWatch(runs / recipe))
+        drivers.append(Driver(process, mark, folder_of(words, runs / recipe)))
+        watches.append(LedgerWatch(drivers[-1].folder))
         return drivers[-1]
 
     try:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests import hostile_folder
+from tests.e2e.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1000)]
 
-ROOT = Path(__file__).parents[2]
 SMALL = [
     "run.max_steps=2", "data.make_rows=null", "data.train=rows.jsonl", "model.warm_start=null", "metrics.port=0",
     "env.name=my_envs:Escape", "env.trusted_modules=[my_envs]", "trainer.mini_batch_size=2", "trainer.ranks=1",
@@ -21,29 +21,20 @@ SMALL = [
 ]  # fmt: skip
 
 
-def run_in(folder: Path, *command: str) -> str:
-    """What a command printed in the folder; it has to end well, and nothing there may be executed."""
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "LOADED": str(folder / "loaded")},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert not (folder / "executed").exists(), (folder / "executed").read_text()
-    return done.stdout
-
-
 def test_a_run_trains_there_and_its_generator_loads_the_standard_library(tmp_path: Path) -> None:
     folder = hostile_folder.make(tmp_path)
     baton = str(Path(sys.executable).with_name("baton"))
-    said = run_in(folder, baton, "run", "--config", str(ROOT / "configs/quickstart.yaml"), *SMALL)
-    assert "finished after 2 optimizer steps" in said
+    done = subprocess.run(
+        [baton, "run", "--config", str(ROOT / "configs/quickstart.yaml"), *SMALL],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "LOADED": str(folder / "loaded")},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0 and "finished after 2 optimizer steps" in done.stdout, done.stdout + done.stderr
+    assert not (folder / "executed").exists(), (folder / "executed").read_text()
     html, current, child = (folder / "loaded").read_text().split("\n")
     assert not Path(html).is_relative_to(folder)
     assert (current, child) == (str(folder), "helped")

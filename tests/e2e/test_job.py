@@ -43,7 +43,9 @@ def plain_shell(home: Path, mark: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "BATON_", "PYTEST_"))}
     venv = Path(sys.prefix) / "bin"  # what `source .venv/bin/activate` puts first
     session = {name: value for name, value in os.environ.items() if name == "BATON_TEST_SESSION"}
-    return {**kept, **session, MARK: mark, "HOME": str(home), "PATH": f"{venv}:{os.environ['PATH']}"}
+    path = f"{venv}:{os.environ['PATH']}"
+    # At Ray's low priority its workers would wait for the tests beside them.
+    return {**kept, **session, MARK: mark, "HOME": str(home), "PATH": path, "RAY_worker_niceness": "0"}
 
 
 @dataclass

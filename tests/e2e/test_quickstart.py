@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.run.folder import LOGS
+from service.observe.not_learning import FRESH, LARGEST_FRACTION, MIN_TOKENS
+from service.run.folder import LOGS, read_lines
 from service.run.records.timeline import timeline_events
-from tests.e2e.conftest import ENDLESS, MARK, Drive, Driver, LeftOver
+from tests.e2e.conftest import ENDLESS, MARK, QUICK, Drive, Driver, LeftOver
 from tests.e2e.verdict import judged
 from tests.pure.timeline.schema import check_trace, seconds_named
 from tests.step_keys import without_meaning
@@ -37,7 +38,7 @@ def get(folder: Path, page: str) -> bytes:
 def test_a_short_run_trains_and_leaves_its_folder(finished: Driver, left_over: LeftOver) -> None:
     run, lines = finished, finished.lines()
     assert_the_readme_shows_what_is_said(run.said)
-    assert [line["trainer/global_step"] for line in lines] == list(range(1, 13))
+    assert [line["trainer/global_step"] for line in lines] == list(range(1, 9))
     for line in lines:
         assert without_meaning(line) == []
         assert 0 <= line["reward/avg_raw_reward"] <= 1
@@ -47,7 +48,7 @@ def test_a_short_run_trains_and_leaves_its_folder(finished: Driver, left_over: L
         assert line["policy/is_ratio_mean"] == pytest.approx(1, abs=0.2)
 
     summary = run.summary()
-    assert summary["state"] == "finished" and summary["steps"] == 12
+    assert summary["state"] == "finished" and summary["steps"] == 8
     assert summary["tokens"]["trained"] > 0 and summary["tokens"]["open"] == 0
     assert (run.folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert any((run.folder / "tensorboard").iterdir())
@@ -56,7 +57,7 @@ def test_a_short_run_trains_and_leaves_its_folder(finished: Driver, left_over: L
     assert all(f"{part} begins" in log for part, log in logs.items() if part != "driver")
     assert "Task was destroyed" not in logs["buffer"]
     assert "EngineCore" in logs["generator-0"]
-    assert next(line for line in run.said if line.startswith("finished after 12")).strip() in logs["driver"]
+    assert next(line for line in run.said if line.startswith("finished after 8")).strip() in logs["driver"]
     assert_final_weights_load_and_differ(run.folder)
     assert_the_timeline_agrees_with_the_metrics(
         run.folder, sum(line["timing/wait_for_generation_buffer"] for line in lines)
@@ -102,11 +103,20 @@ def assert_final_weights_load_and_differ(folder: Path) -> None:
     assert any(not before[name].equal(after[name]) for name in before)
 
 
-def test_a_run_serves_metrics_and_once_terminated_writes_its_final_weights_and_leaves_no_process(
+def test_a_run_that_was_killed_and_goes_on_serves_metrics_and_once_terminated_writes_its_final_weights(
     drive: Drive, left_over: LeftOver
 ) -> None:
-    run = drive(ENDLESS)
-    run.until_step(2)
+    run = drive([*ENDLESS, f"trainer.checkpoint_every={EVERY}"])
+    run.until_true((run.folder / "checkpoints" / f"step_{EVERY}" / "manifest.json").exists)
+    run.kill()
+    assert left_over(MARK, run.mark, END_SECONDS) == {}
+    assert not (run.folder / "final").exists()
+
+    before = run.step()
+    resumed = drive(["--resume", str(run.folder)])
+    after = int(resumed.until("resuming after step").split()[-1])
+    assert EVERY <= after <= before and after % EVERY == 0
+    resumed.until("step ")
     # An actor pushes what it measured within a second or more, so nothing is there at once.
     for name in (b"baton_policy_version", b"baton_batch_padded_sequence_length_last_tokens"):
         until(lambda name=name: name in get(run.folder, "/metrics"))
@@ -114,8 +124,10 @@ def test_a_run_serves_metrics_and_once_terminated_writes_its_final_weights_and_l
     status = json.loads(get(run.folder, "/status"))
     assert status["schema"] == 1 and status["run"]["max_steps"] == 100000
 
-    run.stop()
-    assert_stopped_in_order(run, left_over)
+    resumed.until_step(before + 1)
+    resumed.stop()
+    assert_stopped_in_order(resumed, left_over)
+    judged(run.folder, resumed.step(), stopped=True)
 
 
 def assert_stopped_in_order(run: Driver, left_over: LeftOver) -> None:
@@ -133,25 +145,29 @@ def roles(status: bytes) -> set[str]:
 def test_a_run_whose_terminal_is_closed_ends_in_order(drive: Drive, left_over: LeftOver) -> None:
     run = drive(ENDLESS)
     run.until("training:")
-    run.process.stdout.close()
+    run.is_closed = True
+    run.until_true(lambda: run.process.stdout is not None and run.process.stdout.closed)
     run.process.send_signal(signal.SIGHUP)
     assert run.process.wait(120) == 128 + signal.SIGHUP
     assert_stopped_in_order(run, left_over)
 
 
-def test_a_killed_run_leaves_no_process_and_goes_on_from_its_checkpoint(drive: Drive, left_over: LeftOver) -> None:
-    run = drive([*ENDLESS, f"trainer.checkpoint_every={EVERY}"])
-    run.until_true((run.folder / "checkpoints" / f"step_{EVERY}" / "manifest.json").exists)
-    run.kill()
+def test_an_engine_of_two_workers_serves_what_the_trainer_publishes_and_the_run_evaluates_it(
+    drive: Drive, left_over: LeftOver
+) -> None:
+    evaluated = ["data.eval_every=1", "data.eval_make_rows=8", "data.eval_samples=2"]
+    run = drive([*QUICK, *evaluated, "run.max_steps=2", "generator.tensor_parallel_size=2", "weights.verify=true"])
+    run.finish()
+    lines = run.lines()
+    assert [line["trainer/global_step"] for line in lines] == [1, 2]
+    fresh = [line for line in lines if line.get(f"{FRESH}/tokens", 0) >= MIN_TOKENS]
+    assert fresh
+    assert all(line[f"{FRESH}/differing_fraction"] <= LARGEST_FRACTION for line in fresh)
+    evaluations = list(read_lines(run.folder / "evaluations.jsonl"))
+    assert [found["step"] for found in evaluations] == [0, 1, 2]
+    for found in evaluations:
+        assert (found["prompts"], found["trajectories"], found["lost_trajectories"]) == (8, 16, 0)
     assert left_over(MARK, run.mark, END_SECONDS) == {}
-    assert not (run.folder / "final").exists()
-
-    steps = run.step() + 2
-    resumed = drive(["--resume", str(run.folder), f"run.max_steps={steps}"])
-    resumed.finish()
-    (after,) = [int(line.split()[-1]) for line in resumed.said if "resuming after step" in line]
-    assert EVERY <= after < steps and after % EVERY == 0
-    judged(run.folder, steps)
 
 
 @pytest.mark.full

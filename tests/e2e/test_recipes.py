@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import pytest
 
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.run.folder import read_lines
+from tests.e2e.conftest import ROOT, Drive
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1000)]
 
-ROOT = Path(__file__).parents[2]
 STEPS = 4
 SHORT = [f"run.max_steps={STEPS}", "model.warm_start.steps=60", "metrics.port=0"]
 SHORT += ["weights.verify=true", "data.eval_every=2", "data.eval_make_rows=8", "run.trajectories_per_step=8"]
@@ -40,21 +39,16 @@ SHARED_ROWS = ["trainer.sequence_parallel=2"]
         ("solver_verifier_tiny", [], None),
         ("compaction_tiny", [], None),
     ],
-    ids=[
-        *("gsm8k_tiny", "gsm8k_tiny-adapter", "search_r1_tiny", "search_r1_tiny-sequence-parallel"),
-        *("text_to_sql_tiny", "solver_verifier_tiny", "compaction_tiny"),
-    ],
 )
-def test_a_small_recipe_runs(drive: Callable[..., Any], recipe: str, settings: list[str], told: str | None) -> None:
+def test_a_small_recipe_runs(drive: Drive, recipe: str, settings: list[str], told: str | None) -> None:
     run = drive([*SHORT, *settings], recipe)
     run.finish()
-    lines = list(read_lines(run.folder / "metrics.jsonl"))
+    lines, summary = run.lines(), run.summary()
     assert [line["trainer/global_step"] for line in lines] == [*range(1, STEPS + 1)]
     for line in lines:
         assert 0 <= line["reward/avg_raw_reward"] <= 1
         assert np.isfinite([line["policy/policy_loss"], line["policy/grad_norm"]]).all()
         assert line["generate/num_seq_after_merge"] >= 16 * 8
-    summary = run.summary()
     assert summary["state"] == "finished" and summary["tokens"]["trained"] > 0 and summary["tokens"]["open"] == 0
     kept = list(read_lines(run.folder / "trajectories.jsonl"))
     assert {record["stop_reason"] for record in kept} <= {"stop", "truncated", "length", "max_turns"}
