@@ -36,8 +36,6 @@ class Generator(Client):
         super().__init__(host, scenario, rng)
         self.name = name
         self.slots = scenario.slots(host.settings)
-        self.wait_seconds = 0.0
-        """Seconds without a group, summed over the slots."""
         self._max_tokens = scenario.longest(host.settings)
         """Maximum sampled tokens of one trajectory."""
         self._incarnation = 0
@@ -88,16 +86,13 @@ class Generator(Client):
 
     def _slot(self) -> Activity:
         """Claim and play one group after the other."""
-        since = self.loop.now
         while True:
             self._request_id += 1
             answer = yield self._claim(self._request_id)
             if isinstance(answer, Assignment):
-                self.wait_seconds += self.loop.now - since
                 lengths = self._lengths(len(answer.samples)).tolist()
                 played = zip(answer.trajectories(), lengths, strict=True)
                 yield self.all_of([self._trajectory(of, answer.prompt_uid, length) for (of, _), length in played])
-                since = self.loop.now
             elif isinstance(answer, Refusal):
                 self._refused(answer)
                 return

@@ -1,4 +1,4 @@
-"""Virtual time: a loop of events, clocks that follow the loop, and processes that wait.
+"""Worlds in virtual time: their loop, clocks that follow the loop, and processes that wait.
 
 A process runs activities. An activity is a generator function: it yields what it waits for, and the result comes back
 as the value of the `yield`:
@@ -11,9 +11,11 @@ as the value of the `yield`:
 
 from __future__ import annotations
 
-import heapq
+import asyncio
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
+
+from tests.sim.virtual_asyncio import Hung, VirtualLoop
 
 EPOCH = 1_700_000_000.0
 """Unix time at the beginning of a simulation."""
@@ -25,30 +27,34 @@ Waiting = Callable[[Resume], None]
 Activity = Generator[Waiting, Any, None]
 
 
-class Loop:
+class Loop(VirtualLoop):
     """Runs callbacks in the order of their times; callbacks with equal times run in the order of scheduling."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        super().__init__(0.0)
         self.events = 0
-        """Number of callbacks run so far."""
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._scheduled = 0
+        """Number of rounds of callbacks so far."""
+        self._errors: list[BaseException] = []
+        self.set_exception_handler(lambda _, told: self._errors.append(told["exception"]))
 
     def after(self, seconds: float, callback: Callable[[], None]) -> None:
         """Run `callback` after `seconds` simulated seconds."""
-        self._scheduled += 1
-        heapq.heappush(self._queue, (self.now + seconds, self._scheduled, callback))
+        self.call_later(seconds, callback)
 
     def run(self, until: Callable[[], bool]) -> bool:
         """Run callbacks until the condition `until` holds. Returns False if no callback is left and the condition still
         does not hold."""
-        while not until():
-            if not self._queue:
-                return False
-            self.now, _, callback = heapq.heappop(self._queue)
-            self.events += 1
-            callback()
+        asyncio._set_running_loop(self)
+        try:
+            while not until():
+                self._run_once()
+                self.events += 1
+                if self._errors:
+                    raise self._errors.pop(0)
+        except Hung:
+            return False
+        finally:
+            asyncio._set_running_loop(None)
         return True
 
 

@@ -22,7 +22,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import ray
 
@@ -71,7 +71,7 @@ from tests.sim.made_parts import (
 from tests.sim.made_ray import MadeActor, MadeRay
 from tests.sim.pairs import CUT_SECONDS, Pair, Told
 from tests.sim.scenario import SimulationSettings
-from tests.sim.virtual_asyncio import START, VirtualEvent, VirtualLoop, VirtualThread
+from tests.sim.virtual_asyncio import START, VirtualLoop
 from tests.sim.witness import Broken, Witness
 
 STEPS = 3
@@ -323,7 +323,7 @@ class PairWorld:
             (gc, "freeze", lambda: None),
             (gc, "collect", lambda *generation: 0),
             (sys, "setswitchinterval", lambda seconds: None),
-            (service.run.phases, "threading", SimpleNamespace(Event=VirtualEvent, Thread=VirtualThread)),
+            (service.run.phases, "threading", SimpleNamespace(Event=Mock, Thread=Mock)),
             (service.run.records.writer, "open_trackers", lambda *told: []),
             (RunWriter, "plot", lambda writer: None),
             (actors.driver.coordinator, "HostWatch", watch),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextvars import Context, copy_context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +12,6 @@ from service.handoff.steps.wire import accepted_group
 from service.scorers.asking import Asking
 from service.scorers.reply import MAX_REPLY_BYTES, Failure, ScorerFailed, encode_answer
 from service.types import StepGroup
-from tests.sim.loop import Loop
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
@@ -23,58 +20,17 @@ LATE_SECONDS = 4.0
 """Mean seconds after which an answer comes a second time."""
 
 
-class SimulatedAsyncio(asyncio.BaseEventLoop):
-    """Runs coroutines in simulated time."""
-
-    def __init__(self, loop: Loop) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def time(self) -> float:
-        """Simulated seconds."""
-        return self._loop.now
-
-    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
-        """Run a callback at a time."""
-        handle, context = asyncio.TimerHandle(when, callback, args, self, context), context or copy_context()
-
-        def run() -> None:
-            if not handle.cancelled():
-                asyncio._set_running_loop(self)
-                try:
-                    context.run(callback, *args)
-                finally:
-                    asyncio._set_running_loop(None)
-
-        self._loop.after(max(when - self._loop.now, 0.0), run)
-        return handle
-
-    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
-        """Run a callback after what is due now."""
-        return self.call_at(self.time(), callback, *args, context=context)
-
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Call a function at once."""
-        done = self.create_future()
-        done.set_result(func(*args))
-        return done
-
-    def __del__(self) -> None:
-        """Do nothing: it holds nothing that must be closed."""
-
-
 class Scorers:
     """What one life of the buffer's process asks its scorers with."""
 
     def __init__(self, host: Host, mean_seconds: float, rng: np.random.Generator) -> None:
         self._host, self._mean_seconds, self._rng = host, mean_seconds, rng
         self._settings = host.settings.scorers
-        self._asyncio = SimulatedAsyncio(host.loop)
         workers = {name: [Worker(self, name) for _ in range(each.workers)] for name, each in self._settings.items()}
         self._asking = Asking(self._settings, host.buffer.scoring, workers, self._settled)
         self._asks: asyncio.Task[None] | None = None
         if self._settings:
-            self._asks = self._asyncio.create_task(self._asking.run())
+            self._asks = host.loop.create_task(self._asking.run())
             self._asks.add_done_callback(lambda task: task.cancelled() or task.result())  # a bug ends the simulation
 
     def look(self) -> None:
@@ -92,7 +48,7 @@ class Scorers:
         return self._asks is None or self._asks.done()
 
     async def _settled(self) -> None:
-        done = self._asyncio.create_future()
+        done = self._host.loop.create_future()
         self._host.settled(lambda _: None if done.done() else done.set_result(None))
         await done
 
@@ -105,7 +61,7 @@ class Scorers:
         self._host.bad_answers += 1
         match self._rng.integers(6):
             case 0:
-                await self._asyncio.create_future()  # until the deadline
+                await self._host.loop.create_future()  # until the deadline
             case 1:
                 raise ScorerFailed(Failure.DIED, "killed")
             case 2:

@@ -10,14 +10,12 @@ import pytest
 from service.errors import JournalError, RunFailed
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
-from service.handoff.ledger import events
-from service.handoff.ledger.events import Event, GroupState, Scored
+from service.handoff.ledger.events import GroupState
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Record, Store
 from service.handoff.scoring import Answer, Scoring
 from service.types import Refusal
 from tests.invariant import fingerprint
-from tests.sim.__main__ import check
 from tests.sim.host import Host
 from tests.sim.witness import Broken
 from tests.sim.world import fault_world
@@ -43,11 +41,6 @@ def test_every_promise_holds_in_worlds_full_of_faults(first: int) -> None:
 def test_every_promise_holds_in_thousands_of_worlds(first: int) -> None:
     for seed in range(first, first + 500):
         fault_world(seed).run()
-
-
-def test_the_command_checks_worlds_and_says_how_many(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(5, 1) == 0
-    assert "1 worlds from seed 5" in capsys.readouterr().out
 
 
 def test_the_same_seed_makes_the_same_world() -> None:
@@ -101,14 +94,6 @@ def gives_up_segments_that_are_needed(patch: Patch) -> None:
     patch.setattr(Record, "needed_from", lambda self: self.journal.position)
 
 
-def keeps_scores_out_of_the_journal(patch: Patch) -> None:
-    def add(self: Record, event: Event) -> None:
-        self.apply(event) if isinstance(event, Scored) else added(self, event)
-
-    added = Record.add
-    patch.setattr(Record, "add", add)
-
-
 def takes_a_scorers_newest_answer(patch: Patch) -> None:
     def accept(self: Scoring, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
         group = self._record.ledger.state.groups.get(group_id)
@@ -121,30 +106,7 @@ def takes_a_scorers_newest_answer(patch: Patch) -> None:
     patch.setattr(Scoring, "accept", accept)
 
 
-def reads_other_answers_back(patch: Patch) -> None:
-    def other(payload: bytes) -> events.Scored:
-        score = first(payload)
-        return msgspec.structs.replace(score, rewards=score.rewards and tuple(1.0 + r for r in score.rewards))
-
-    first = events.scored_from
-    patch.setattr(events, "scored_from", other)
-
-
-def forgets_who_is_waited_for(patch: Patch) -> None:
-    patch.setattr(Scoring, "pending", lambda self, scorer: [])
-
-
-def leaves_ended_groups_among_those_that_wait(patch: Patch) -> None:
-    def ended(self: Ledger, event: events.Ended) -> None:
-        waiting = event.group_id in self.scoring
-        first(self, event)
-        if waiting:
-            self.scoring[event.group_id] = None
-
-    first = Ledger._ended
-    patch.setattr(Ledger, "_ended", ended)
-
-
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sabotage",
     [
@@ -155,11 +117,7 @@ def leaves_ended_groups_among_those_that_wait(patch: Patch) -> None:
         keeps_superseded_steps,
         leaves_the_leases_out_of_snapshots,
         gives_up_segments_that_are_needed,
-        keeps_scores_out_of_the_journal,
         takes_a_scorers_newest_answer,
-        reads_other_answers_back,
-        forgets_who_is_waited_for,
-        leaves_ended_groups_among_those_that_wait,
     ],
     ids=lambda sabotage: sabotage.__name__,
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from heapq import heappop, heappush
@@ -66,8 +65,8 @@ PROCESS = contextvars.ContextVar[SimProcess | None]("PROCESS", default=None)
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop whose seconds pass at once; no file is ever ready."""
 
-    def __init__(self) -> None:
-        self.now = START
+    def __init__(self, now: float = START) -> None:
+        self.now = now
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         """A heap; the second number keeps timers of the same time in their order."""
         self._numbers = count()
@@ -141,67 +140,3 @@ def _task_of_its_process(loop: VirtualLoop, coro: Coroutine[Any, Any, Any], **op
         if not process.alive:
             task.cancel()
     return task
-
-
-# -- threads that wait for virtual seconds ----------------------------------------------------------------------------
-
-
-class VirtualEvent:
-    """In the place of `threading.Event`, for one waiting `VirtualThread`."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiting: VirtualThread | None = None
-
-    def wait(self, seconds: float) -> bool:
-        """Wait so many virtual seconds, at most; returns whether it is set."""
-        if not self._is_set:
-            self._waiting = VirtualThread.running.it
-            self._waiting.wait(seconds)
-            self._waiting = None
-        return self._is_set
-
-    def set(self) -> None:
-        """Let the thread go on at once, until it waits again or ends."""
-        self._is_set = True
-        if self._waiting is not None:
-            self._waiting.wake()
-
-
-class VirtualThread:
-    """In the place of `threading.Thread`: either it runs or the loop, never both."""
-
-    running = threading.local()
-
-    def __init__(self, target: Callable[[], None], name: str, daemon: bool) -> None:
-        self._target, self._loop = target, asyncio.get_running_loop()
-        self._goes, self._waits = threading.Semaphore(0), threading.Semaphore(0)
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """Run until it waits or ends."""
-        threading.Thread(target=self._run, daemon=True).start()
-        self._waits.acquire()
-
-    def _run(self) -> None:
-        VirtualThread.running.it = self
-        try:
-            self._target()
-        finally:
-            self._waits.release()
-
-    def wait(self, seconds: float) -> None:
-        """Let the loop go on; return after so many seconds, or when it is woken."""
-        self._timer = self._loop.call_later(seconds, self.wake)
-        self._waits.release()
-        self._goes.acquire()
-
-    def wake(self) -> None:
-        """Go on, while the loop waits."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._goes.release()
-        self._waits.acquire()
-
-    def join(self) -> None:
-        """It has ended when its event was set."""

@@ -96,6 +96,7 @@ class World:
         finally:
             self.host.scorers.end()
             self.loop.run(lambda: self.host.scorers.ended)
+            self.loop.close()
 
     def _until(self, done: Callable[[], bool]) -> None:
         """Advance time until `done()` is true; raises RunFailed if the simulated run hangs."""
