@@ -165,7 +165,6 @@ class DoomedBuffer(BufferActor):
     """The real buffer actor; its journal lies on a disk on which it may die, and every start is checked."""
 
     def __init__(self, config_json: str, folder: str, journal: str, segment_bytes: int, hub: Any) -> None:
-        began = time.monotonic()
         self._folder = Path(folder)
         self._doom = Doom(self._folder / "doom" / "buffer.json")
         disk = DoomedDisk(self._doom)
@@ -173,8 +172,6 @@ class DoomedBuffer(BufferActor):
         self._noted = noted_scores(self._folder)
         super().__init__(config_json, VOCABULARY, str(self._folder / "tasks.jsonl"), journal, hub, asking=asking)
         self._look()
-        with (self._folder / "restarts.txt").open("a") as file:
-            file.write(f"{time.monotonic() - began}\n")
         came_up(self._folder, "buffer")
 
     def _look(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 from actors.driver.prepare import prepare
 from service.config import load_config
 from tests.chaos.real_pairs import PairRun
-from tests.chaos.theatre import STEPS, Play, merge_figures, settings
+from tests.chaos.theatre import STEPS, Play, settings
 
 FIGURES_FILE = "BATON_CHAOS_FIGURES"
 """Environment variable that names a file for the figures of a session, beside what is printed."""
@@ -62,7 +62,7 @@ def started(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Iter
     for run in made:
         print(run.tail())
         run.close()
-        merge_figures(figures, run.figures)
+        figures.update(run.figures)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -25,15 +25,12 @@ from typing import NamedTuple
 
 import psutil
 
-from tests.chaos.theatre import LONGEST, merge_figures
 from tests.e2e.ledger_watch import LedgerWatch
-from tests.e2e.verdict import step_of
+from tests.e2e.verdict import judged, step_of
 from tests.sim.pairs import DELAYS, Pair, Told
 from tests.waiting import free_port
 
 ROOT = Path(__file__).parents[2]
-TABLE = "BATON_PAIRS_TABLE"
-"""Environment variable that names a file to which a line for each pair is appended."""
 START_SECONDS = 300.0
 STOP_SECONDS = 60.0
 HEAL_SECONDS = 300.0
@@ -287,7 +284,7 @@ class PairRun:
 
     def heal(self, scenario: Scenario) -> None:
         """Strike both at the moment, and wait until the run has healed."""
-        pair, before, began, ended = scenario.pair, len(self.told.deaths), self.now(), "healed"
+        pair, before, ended = scenario.pair, len(self.told.deaths), "healed"
         if pair.moment != "start":
             self.until_moment(pair.moment)
         self.strike(pair.first, scenario.stops)
@@ -300,47 +297,32 @@ class PairRun:
             ended = "hung" if self.process.poll() is None else "ended"
             raise
         finally:
-            self.note(str(scenario), ended, before, began)
+            self.note(ended, before)
 
     def _is_up(self, victim: str) -> bool:
         return victim == "connection" or self.pid(victim) > 0
 
-    def note(self, what: str, ended: str, before: int, began: float) -> None:
-        """Append a line to the table about the deaths after the first `before`, which began at a time."""
+    def note(self, ended: str, before: int) -> None:
+        """Count the deaths after the first `before`, and say when they were named."""
         deaths = self.told.deaths[before:]
         told = Told(ended, self.now(), [*self.told.said], deaths, [*self.told.progress])
-        row = {"what": what, "ended": ended, "seconds": round(told.seconds - began, 1)}
-        row |= {"silence": round(told.silence(), 1), "named": told.naming()}
-        if (file := os.environ.get(TABLE)) is not None:
-            with Path(file).open("a") as table:
-                table.write(json.dumps(row) + "\n")
+        print(f"{ended}: {deaths}, named after {told.naming()}, at most {told.silence():.1f} s without a line")
         self.figures.update({"kills": len(deaths), f"pairs and triples, {ended}": 1})
-        merge_figures(self.figures, {f"{LONGEST}silence after two deaths": round(1000 * told.silence())})
 
     def finish(self, scenario: Scenario) -> None:
         """Stop the run, strike both while it writes its final weights, and judge it."""
-        before, began = len(self.told.deaths), self.now()
+        before = len(self.told.deaths)
         self.process.send_signal(signal.SIGTERM)
         self.until(lambda: any("writing the final weights" in line for _, line in self.told.said), 60, "its end")
         self.strike(scenario.pair.first)
         time.sleep(scenario.pair.delay)
         self.strike(scenario.pair.second)
-        try:
-            code: int | None = self.process.wait(HEAL_SECONDS)
-        except subprocess.TimeoutExpired:
-            code = None
-        ended = f"code {code}"
-        self.note(str(scenario), ended, before, began)
-        assert code == 128 + signal.SIGTERM, f"{ended}\n{self.tail()}"
-        self.judge()
-
-    def judge(self) -> None:
-        """Each step is there once, every trained token was trained once, and the token ledger closed at every scrape;
-        a stopped run keeps its open groups."""
-        lines = [json.loads(line) for line in (self.run_folder / "metrics.jsonl").read_text().splitlines()]
-        assert [line["trainer/global_step"] for line in lines] == list(range(1, len(lines) + 1))
-        tokens = json.loads((self.run_folder / "summary.json").read_text())["tokens"]
-        assert tokens["trained"] + tokens["stepped"] == sum(line["tokens/loss"] for line in lines) > 0, tokens
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(HEAL_SECONDS)
+        ended = f"code {self.process.poll()}"
+        self.note(ended, before)
+        assert self.process.poll() == 128 + signal.SIGTERM, f"{ended}\n{self.tail()}"
+        judged(self.run_folder, self.step(), stopped=True)
         assert (self._ledger.open, self._ledger.lost) == ([], [])
 
     def close(self) -> None:

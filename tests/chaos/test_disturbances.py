@@ -89,7 +89,7 @@ def give_back(disk: Path, n_bytes: int) -> None:
 
 
 def test_a_full_disk_stops_new_work_and_loses_nothing(staged: Stage, small_disk: Path) -> None:
-    play = staged(f"seed-{SEED}").tell(settings(steps=100_000), step_seconds=0.02, journal=small_disk / "journal")
+    play = staged(f"seed-{SEED}").tell(settings(steps=100_000), step_seconds=0.02, journal=str(small_disk / "journal"))
     waits = play.folder / "waits.txt"
 
     def waited() -> bool:

@@ -44,11 +44,11 @@ def test_a_run_goes_on_after_a_rank_a_generator_and_the_buffer_die_within_two_se
     run.until(lambda: run.step() >= 2, START_SECONDS, "step 2")
     for number in range(TRIPLES):
         time.sleep(rng.uniform(0.0, 3.0))
-        before, began = len(run.told.deaths), run.now()
+        before = len(run.told.deaths)
         for victim in rng.sample(THREE, 3):
             run.strike(victim)
             time.sleep(rng.uniform(0.0, 1.0))
         goal = run.step() + 2
         run.until(lambda goal=goal: run.step() >= goal, START_SECONDS, f"healing {number}")  # type: ignore[misc]
-        run.note(f"triple {number}", "healed", before, began)
+        run.note("healed", before)
     run.finish(Scenario(ENDS[4]))

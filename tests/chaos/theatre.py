@@ -56,14 +56,16 @@ def settings(lookahead: int = 0, steps: int = 40, **buffer: Any) -> dict[str, An
     }
 
 
-LONGEST = "ms, slowest "
-"""How the figures begin that are times; others are counts."""
-
-
-def merge_figures(figures: Counter[str], more: Mapping[str, int]) -> None:
-    """Add counts up, and keep the longest of times."""
-    for what, count in more.items():
-        figures[what] = max(figures[what], count) if what.startswith(LONGEST) else figures[what] + count
+STAGING: dict[str, Any] = {
+    "generators": 1,
+    "turn_seconds": 0.0,
+    "step_seconds": 0.0,
+    "concurrency": 1,
+    "segment_bytes": 20_000,
+    "early": False,
+    "ray_seconds": 120.0,
+}
+"""How a run is played."""
 
 
 @dataclass
@@ -78,35 +80,15 @@ class Play:
     """SIGKILLs from outside, by what was killed."""
 
     def tell(
-        self,
-        config: Mapping[str, Any],
-        dooms: Mapping[str, Sequence[tuple[str, int]]] | None = None,
-        generators: int = 1,
-        turn_seconds: float = 0.0,
-        step_seconds: float = 0.0,
-        concurrency: int = 1,
-        segment_bytes: int = 20_000,
-        journal: Path | None = None,
-        early: bool = False,
-        ray_seconds: float = 120.0,
+        self, config: Mapping[str, Any], dooms: Mapping[str, Sequence[tuple[str, int]]] | None = None, **other: Any
     ) -> Play:
-        """Write down who plays and who is to die where."""
+        """Write down who plays and who is to die where; `other`: what differs from `STAGING`."""
         (self.folder / "doom").mkdir(parents=True)
         rows = [{"uid": f"p{row}", "prompt": f"prompt {row}"} for row in range(50)]
         (self.folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         for role, plan in (dooms or {}).items():
             (self.folder / "doom" / f"{role}.json").write_text(json.dumps(plan))
-        self.told = {
-            "config": config,
-            "generators": generators,
-            "turn_seconds": turn_seconds,
-            "step_seconds": step_seconds,
-            "concurrency": concurrency,
-            "segment_bytes": segment_bytes,
-            "journal": str(journal or self.folder / "journal"),
-            "early": early,
-            "ray_seconds": ray_seconds,
-        }
+        self.told = {"config": config, "journal": str(self.folder / "journal"), **STAGING, **other}
         self.retell()
         return self
 
@@ -184,17 +166,7 @@ class Play:
         found = [line.partition(":")[0] for line in broken.read_text().splitlines()] if broken.exists() else []
         for promise in ("lost", "trained twice", "scored twice", "another score"):
             self.figures[promise] += found.count(promise)
-        if (self.folder / "restarts.txt").exists():
-            self.at_most("replay of the buffer", max(self.restart_seconds()))
         return sum(self.kills.values())
-
-    def at_most(self, what: str, seconds: float) -> None:
-        """Keep the longest of all times."""
-        merge_figures(self.figures, {f"{LONGEST}{what}": round(1000 * seconds)})
-
-    def restart_seconds(self) -> list[float]:
-        """How long the buffer took, each time, to replay its journal and serve."""
-        return [float(line) for line in (self.folder / "restarts.txt").read_text().split()]
 
     def said(self) -> str:
         """The end of what the run printed."""
@@ -230,11 +202,9 @@ class Play:
     def kill(self, role: str) -> None:
         """kill -9 whoever plays a role, and wait until somebody plays it again."""
         victim = self.until_up(role)
-        began = time.monotonic()
         os.kill(victim, signal.SIGKILL)
         self.kills[f"{role.split('-')[0]} at random"] += 1
         self.until_up(role, after=victim)
-        self.at_most("return after a kill at random", time.monotonic() - began)
 
     def kill_at_random(self, seed: int, count: int, roles: Sequence[str]) -> None:
         """Kill so often, whoever it hits, at any moment."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.hosts.bed import ROOT, Bed, Host
 from tests.waiting import until
@@ -41,14 +40,6 @@ def test_hosts_share_one_folder_and_the_network_and_nothing_else(lay: Lay, tmp_p
     assert second - first > 86400, "monotonic clocks of hosts say different times"
 
 
-def test_a_process_whose_parent_is_gone_ends_without_a_trace_and_the_host_goes_on(lay: Lay) -> None:
-    bed = lay([Host("a")])
-    orphan = "sleep 0.1 & echo $! > /tmp/orphan"
-    bed.call("a", orphan)
-    bed.call("a", "for look in $(seq 200); do test -e /proc/$(cat /tmp/orphan) || exit 0; sleep 0.05; done; exit 1")
-    bed.call("a", "test -e /tmp/orphan")
-
-
 def test_a_link_is_cut_and_mended_and_a_host_that_was_killed_comes_back_empty(lay: Lay) -> None:
     bed = lay([Host("a"), Host("b")])
     bed.cut("b")
@@ -63,20 +54,6 @@ def test_a_link_is_cut_and_mended_and_a_host_that_was_killed_comes_back_empty(la
     bed.boot("b")
     until(lambda: reaches(bed, "a", "b"), 30)
     bed.call("b", "test ! -e /tmp/own")
-
-
-def test_the_shared_folder_of_one_host_becomes_read_only_and_open_files_stay_so(lay: Lay, tmp_path: Path) -> None:
-    bed = lay([Host("a"), Host("b")])
-    writes = f"exec 3>{tmp_path}/open; read -r _; echo more >&3; ! touch {tmp_path}/new 2>/dev/null"
-    writer = bed.popen("b", ["sh", "-ec", writes], {"stdin": subprocess.PIPE})
-    until((tmp_path / "open").exists, 30)
-    bed.read_only("b")
-    writer.communicate(b"\n", timeout=30)
-    assert writer.returncode == 0 and (tmp_path / "open").read_text() == "more\n"
-    bed.call("a", f"touch {tmp_path}/of-a")
-    bed.kill("b")
-    bed.boot("b")
-    bed.call("b", f"touch {tmp_path}/of-b")
 
 
 OWNER = """
@@ -101,15 +78,3 @@ def test_a_bed_whose_process_was_killed_is_gone_and_the_next_one_removes_its_fol
     assert Path(folder).exists()
     lay([Host("a")])
     assert not Path(folder).exists() and bed.folder.exists()
-
-
-@pytest.mark.parametrize("missing", ["root", "a tool"])
-def test_where_no_hosts_can_be_made_the_reason_is_said(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.hosts import bed
-
-    if missing == "root":
-        monkeypatch.setattr(bed.os, "geteuid", lambda: 1000)
-        assert bed.unsupported() == "several hosts on one machine need Linux and root"
-    else:
-        monkeypatch.setenv("PATH", "/nowhere")
-        assert "several hosts on one machine need hostname, ip" in (bed.unsupported() or "")
