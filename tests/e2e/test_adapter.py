@@ -1,6 +1,5 @@
 """An engine with an adapter against a Hugging Face forward pass of the merged weights, also amid publications."""
 
-import copy
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from actors.weights.policy_tensors import AdapterShapes, adapter_shapes, checksum_of
 from service.config import Config, LoraConfig, ModelConfig
 from service.errors import RunFailed
-from service.rollout.engine import Generation, Sampling
+from service.rollout.engine import Sampling
 from service.types import PolicyVersion
 from tests.e2e.test_engine import CONFIG, Observed, dense, difference, prompt, serving, weights_of
 
@@ -64,8 +63,8 @@ def sent(tensors: Adapter) -> tuple[np.ndarray, int]:
     return np.frombuffer(data, np.uint8), checksum_of(data)
 
 
-class WithBase(Observed):
-    """Also answers as the model without the adapter, and asks its worker for an adapter of other layers."""
+class Unchecked(Observed):
+    """Gives its worker adapters that the engine would refuse."""
 
     async def load_unknown(self, shapes: AdapterShapes) -> None:
         await self._running().collective_rpc("start_adapter", kwargs={"shapes": shapes, "rank": 6, "alpha": 12.0})
@@ -79,16 +78,11 @@ class WithBase(Observed):
         finally:
             self._size = size
 
-    async def generate_as_base(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Generation:
-        engine = copy.copy(self)
-        engine._adapter = None
-        return await engine.generate(prompt_ids, sampling, request_id)
-
 
 @pytest.fixture(scope="module")
 def engine(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Serves `base()` as version 1.0 to begin with."""
-    with serving(tmp_path_factory.mktemp("base"), base(), CONFIG_OF_ADAPTERS, WithBase) as engine:
+    with serving(tmp_path_factory.mktemp("base"), base(), CONFIG_OF_ADAPTERS, Unchecked) as engine:
         yield engine
 
 
@@ -139,18 +133,6 @@ def test_each_token_has_the_version_and_the_log_probability_of_the_adapter_that_
             assert np.abs(of_both - generation.logprobs).max() < BAR
             crossed += 0 < before < len(generation.versions)
     assert crossed >= publications // 3
-
-
-def test_rows_without_the_adapter_beside_rows_with_it_are_those_of_the_model(engine: Any) -> None:
-    publish(engine, 250, adapter(250))
-    plain, adapted = engine.generate_as_base, engine.generate
-    requests = [(plain if i % 2 else adapted).remote(prompt(i), LONG, f"r{i}") for i in range(8)]
-    models = [merged(adapter(250)), base()]
-    for i, generation in enumerate(ray.get(requests)):
-        assert difference(models[i % 2], prompt(i), generation, 1.0) < BAR
-        assert difference(models[1 - i % 2], prompt(i), generation, 1.0) > 10 * BAR
-    alone = ray.get(plain.remote(prompt(9), LONG, "alone"))
-    assert difference(base(), prompt(9), alone, 1.0) < BAR
 
 
 def test_layers_that_the_model_lacks_are_refused_by_the_worker_and_the_old_adapter_goes_on(engine: Any) -> None:
