@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import msgspec
 import numpy as np
@@ -42,6 +42,59 @@ FAILED = "failed"
 """The fate of an attempt that failed, or that got no reward from a scorer."""
 SHOWN = 200
 """Maximum characters of an error message about a malformed line."""
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Version = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}:[0-9]{1,18}$")]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class StepShape(TypedDict):
+    """The fields of a step in a record that are needed to show it."""
+
+    index: Count
+    prompt_ids: list[TokenId]
+    response_ids: list[TokenId]
+    logprobs: list[float | None] | None
+    loss_mask: list[int]
+    versions: list[tuple[Count, Version | None]]
+    reward: float | list[float]
+    stop_reason: str | None
+    row: Count | None
+    parent: Count | None
+    begins_as: tuple[Count, Count] | None
+    role: str
+    trains: bool
+    advantage: NotRequired[float]
+
+
+class ScoreShape(TypedDict):
+    """A scorer's answer in a record."""
+
+    reward: float | None
+    info: str
+    fallback: str
+
+
+RecordShape = TypedDict(
+    "RecordShape",
+    {
+        "id": str,
+        "fate": str,
+        "reason": NotRequired[str],
+        "optimizer_step": Count,
+        "trained_at": Version,
+        "return": float | None,
+        "advantage": float | None,
+        "stop_reason": str,
+        "loss_tokens": Count,
+        "sampled_tokens": Count,
+        "rows": Count,
+        "transcript": str,
+        "scores": dict[str, ScoreShape],
+        "steps": list[StepShape],
+    },
+)
+"""The fields of a record that are needed to show it."""
+_DECODER = msgspec.json.Decoder(RecordShape)
 
 
 @dataclass(frozen=True)
@@ -273,10 +326,22 @@ def load_records(folder: Path) -> list[Record]:
             if not line.endswith(b"\n"):
                 break  # the writer was killed
             try:
-                records.append(msgspec.json.decode(line, type=Record))
-            except (msgspec.DecodeError, RecursionError) as error:
+                records.append(_checked(_DECODER.decode(line)))
+            except (ValueError, OverflowError, RecursionError) as error:
                 where = f"{file}, line {len(records) + 1}"
                 raise UserError(f"{where}: no trajectory: {in_one_line(str(error))[:SHOWN]}") from None
     if not records:
         raise UserError(f"{folder}: this run has kept no trajectories yet")
     return records
+
+
+def _checked(record: RecordShape) -> Record:
+    """Check a record; ValueError if a step lacks data about its tokens, or continues a step that is not before it."""
+    for place, step in enumerate(record["steps"]):
+        if step["index"] != place or not ((parent := step["parent"]) is None or parent < place):
+            raise ValueError(f"step {step['index']} is not the step {place}, or continues a later one")
+        tokens = len(step["response_ids"])
+        facts = [len(step["loss_mask"]), sum(count for count, _ in step["versions"])]
+        if facts != [tokens, tokens] or len(step["logprobs"] or step["response_ids"]) != tokens:
+            raise ValueError(f"step {step['index']} has {tokens} tokens, but not as many facts about them")
+    return dict(record)

@@ -86,7 +86,7 @@ WRONG = {
     "config validate QUICKSTART OWN model.path=EMPTY": "model.path=EMPTY: the model folder EMPTY has no config.json",
     "config validate QUICKSTART data.eval.dev=EMPTY": "data.eval.dev=EMPTY: the dataset EMPTY is a folder",
     "config validate QUICKSTART algorithm.teacher={} scorers.t={kind:\xa0teacher,model:\xa0EMPTY}": "scorers.t.model",
-    "config validate QUICKSTART data.make_rows=null data.train=ROWS": "first needed by row 1",
+    "config validate QUICKSTART data.make_rows=null data.train=ROWS": "first needed by row 0",
     "config validate --confg x": "--confg (did you mean --config?); see baton config validate --help",
     "config schema trainer.lr=1": "trainer.lr=1",
     "status nobody": "nor the name of a run",
@@ -117,7 +117,7 @@ WRONG = {
 def test_wrong_input_is_one_line_and_code_2(
     line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (file := tmp_path / "rows.jsonl").write_text('{"prompt": "hi"}\n{"prompt": "ho", "env_class": "lokup"}\n')
+    (file := tmp_path / "rows.jsonl").write_text('{"prompt": "hi", "env_class": "lokup"}\n')
     (empty := tmp_path / "empty").mkdir()
     line = line.replace("QUICKSTART", f"--config {QUICKSTART}").replace("OWN", "model.make=null model.warm_start=null")
     line, message = (text.replace("ROWS", str(file)).replace("EMPTY", str(empty)) for text in (line, message))

@@ -13,7 +13,7 @@ from actors.driver import run as running
 from service.cli import main
 from service.handoff.journal.journal import Journal
 from service.learn.checkpoint import CheckpointWriter
-from service.rollout.prompts import mixture
+from service.rollout.prompts import files
 from service.run.checkpoints import Checkpoints
 from service.run.preparing import inputs
 from service.run.records.writer import RunWriter
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.full
 QUICKSTART = Path("configs/quickstart.yaml").resolve()
 WRITERS: dict[str, tuple[Any, str]] = {
     "the run folder": (running, "new_run_folder"),
-    "the rows": (mixture, "write_rows"),
+    "the rows": (files, "write_rows"),
     "the model": (inputs, "make_model"),
     "the tokenizer": (inputs, "make_tokenizer"),
     "the configuration": (RunWriter, "begin"),

@@ -64,7 +64,7 @@ def test_a_reader_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_command_says_what_it_does_before_it_loads_what_takes_seconds() -> None:
-    words = ["plan", "--gpus", "0", "--config", "configs/quickstart.yaml"]
+    words = ["plan", "--gpu", "h1000", "--config", "configs/quickstart.yaml"]
     command = [sys.executable, "-X", "importtime", "-m", "service", *words]
     done = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400, check=False
