@@ -104,9 +104,10 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
         return
     scorers = sum(each.cpus * each.n_processes for each in config.scorers.values())
     cpus = max(os.cpu_count() or 1, config.trainer.ranks + config.generator.max_engines + math.ceil(scorers))
-    folder = Path(tempfile.mkdtemp(prefix="baton-"))
+    folder = Path(tempfile.gettempdir(), f"baton-{mark}")
     os.environ[SCRATCH] = str(folder)
-    start_watchdog(mark, folder)
+    start_watchdog(mark, folder)  # before the folder is there: a stop signal in between must not leave it
+    folder.mkdir(mode=0o700)
     _start(mark, folder, logs, num_cpus=cpus, **settings)
 
 

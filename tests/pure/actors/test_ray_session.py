@@ -64,9 +64,23 @@ def test_a_ray_that_starts_at_the_second_try_is_used_and_a_bug_in_its_start_stay
     (line,) = capsys.readouterr().out.splitlines()
     assert CHECK in line and f"try 2 of {START_TRIES}" in line
     starts(9, TypeError("a bug"))
-    with pytest.raises(TypeError, match="a bug"), ray_session.ray_session(Config(), "mark", tmp_path):
+    with pytest.raises(TypeError, match="a bug"), ray_session.ray_session(Config(), "another mark", tmp_path):
         raise AssertionError("there is no Ray")
     assert done.count("start") == 3
+
+
+def test_a_stop_signal_before_the_watchdog_is_up_leaves_no_folder(
+    starts: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts(0, Exception())
+
+    def stopped(mark: str, folder: Path) -> None:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(ray_session, "start_watchdog", stopped)
+    with pytest.raises(SystemExit), ray_session.ray_session(Config(), "mark", tmp_path):
+        raise AssertionError("there is no Ray")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_cluster_that_listens_and_does_not_answer_is_refused_with_the_likely_reason(
