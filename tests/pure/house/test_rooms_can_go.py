@@ -79,7 +79,7 @@ OWN_TESTS = {
     "scorers": ["pure/scorers"],
     "evaluation": ["pure/evaluation"],
 }
-"""Room -> folders of its tests; beside them go the files elsewhere that import it."""
+"""Room -> folders of its tests; beside them go the files elsewhere that need it, directly or not."""
 NEIGHBOURS = ["pure/cli", "pure/config", "pure/metrics", "pure/runfolder", "pure/rollout/test_player.py"]
 
 
@@ -98,9 +98,12 @@ def without(room: str, copy: Path) -> None:
         (copy / file).write_text(text)
     for folder in OWN_TESTS[room]:
         shutil.rmtree(copy / "tests" / folder)
-    for path in [*(copy / "tests").rglob("*.py"), *(copy / "benchmarks").rglob("*.py")]:
-        if imports_of(room).search(path.read_text()):
+    left, imports = [*(copy / "tests").rglob("*.py"), *(copy / "benchmarks").rglob("*.py")], imports_of(room)
+    while going := [path for path in left if path.exists() and imports.search(path.read_text())]:
+        for path in going:
             path.unlink()
+        modules = [".".join(path.relative_to(copy).with_suffix("").parts) for path in going]
+        imports = re.compile(rf"^\s*from ({'|'.join(map(re.escape, modules))}) import", re.MULTILINE)
 
 
 def imports_of(room: str) -> re.Pattern[str]:
