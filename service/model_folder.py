@@ -18,6 +18,7 @@ from service.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 FAMILIES = (
     "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma3", "glm", "glm4", "glm4_moe",
@@ -71,16 +72,14 @@ def check_description(folder: Path, longest: int, sequence_parallel: int = 1) ->
     """
     refuse_remote_code(folder)
     config = text_part(model_config(folder))
-    vocab_size = config.get("vocab_size")
     if reason := unsupported(model_config(folder)):
         raise UserError(f"model.path: {folder} cannot be trained: {reason}")
-    if type(vocab_size) is not int:
-        raise UserError(f"model.path: {folder / MODEL_CONFIG} describes no model: vocab_size is {vocab_size!r:.80}")
+    head_rows(folder)
     _check_length(config, folder, longest)
     if reason := undivided(config, sequence_parallel):
         raise UserError(f"trainer.sequence_parallel: {reason}")
     if (folder / TOKENIZER).is_file():
-        check_vocabulary(folder, read_tokenizer(folder / TOKENIZER).get_vocab_size(), vocab_size)
+        check_vocabulary(folder, read_tokenizer(folder / TOKENIZER))
 
 
 def tools_note(folder: Path) -> str | None:
@@ -236,15 +235,33 @@ def read_tokenizer(file: Path) -> Tokenizer:
         raise UserError(f"model.path: no tokenizer can be read from {file}: {error}") from error
 
 
-def check_vocabulary(folder: Path, tokens: int, vocab_size: int) -> None:
-    """Check that the tokenizer in a folder has no more tokens than the model's vocabulary.
+def head_rows(folder: Path) -> int:
+    """Number of token ids that the model in a folder can sample: the rows of its head. They may be more than the
+    tokenizer's tokens, because heads are padded.
 
     Raises:
-        UserError: the tokenizer has more tokens.
+        UserError: the config.json is missing or malformed.
     """
-    if tokens > vocab_size:
+    rows = text_part(model_config(folder)).get("vocab_size")
+    if type(rows) is not int:
+        raise UserError(f"model.path: {folder / MODEL_CONFIG} describes no model: vocab_size is {rows!r:.80}")
+    return rows
+
+
+def highest_id(tokenizer: Tokenizer | PreTrainedTokenizerBase) -> int:
+    """The highest token id of a tokenizer, which may leave ids out."""
+    return max(tokenizer.get_vocab().values(), default=-1)
+
+
+def check_vocabulary(folder: Path, tokenizer: Tokenizer | PreTrainedTokenizerBase) -> None:
+    """Check that the head of the model in a folder has a row for every token of the folder's tokenizer.
+
+    Raises:
+        UserError: a token has no row.
+    """
+    if (highest := highest_id(tokenizer)) >= (rows := head_rows(folder)):
         raise UserError(
-            f"model.path: the tokenizer in {folder} has {tokens} tokens, its model only {vocab_size}; they do not "
+            f"model.path: the tokenizer in {folder} has {highest + 1} tokens, its model only {rows}; they do not "
             "belong together"
         )
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from service.config import Config
 from service.config.checks import check_bytes
 from service.learn.model.router_replay import routing_of_model
+from service.model_folder import head_rows
 from service.plan.gpu_memory import FitSettings, refuse_too_large
 from service.plan.kv_cache import check_engine
-from service.rollout.chat.chat import Chat
+from service.rollout.chat.chat import load_chat
 from service.rollout.check_inputs import check_environments
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.files import train_file
@@ -34,10 +35,9 @@ def prepare(config: Config, folder: Path) -> Prepared:
     teachers_of(config.scorers, config.algorithm.teacher, columns, temperatures)
     evals = prepare_evaluation(data, env, seed, folder)
     model_folder = model.path or make_policy(model, env, seed, initial_model(model, folder))
-    hf_config, tokenizer = checked_model(model_folder)
+    hf_config = checked_model(model_folder)
     if config.agents is None:
-        chat = Chat(tokenizer, config.generator.chat_template_options)
-        for note in too_long(config.generator, tasks, tasks_file, chat):
+        for note in too_long(config.generator, tasks, tasks_file, load_chat(model_folder, config.generator)):
             say(f"NOTE {note}")
     check_tokenizers(config.scorers, model_folder)
     routing = routing_of_model(hf_config, config.generator.record_experts)
@@ -46,4 +46,4 @@ def prepare(config: Config, folder: Path) -> Prepared:
     checked_shapes(model, model_folder, hf_config)
     refuse_too_large(FitSettings.of(config), model_folder)
     warmed = warmed_model(model, folder)
-    return Prepared(tasks_file, tasks, model_folder, len(tokenizer), routing, evals, warmed)
+    return Prepared(tasks_file, tasks, model_folder, head_rows(model_folder), routing, evals, warmed)

@@ -34,6 +34,7 @@ from transformers import PreTrainedTokenizerBase
 
 from service.config.rollout import GeneratorConfig
 from service.errors import UserError
+from service.model_folder import head_rows, highest_id, is_model_folder
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.environment import Message, is_text
 from service.types import Int32s
@@ -115,10 +116,15 @@ class Chat:
     """The tokenizer and the chat template of one model."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, str | int | float | bool] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_options: Mapping[str, str | int | float | bool] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
+        """`vocab_size`: see the attribute; None: the tokenizer's ids are all ids."""
         self._tokenizer = tokenizer
-        self.vocab_size = len(tokenizer)
+        self.vocab_size = vocab_size or highest_id(tokenizer) + 1
+        """All token ids are below it: the rows of the model's head, of which the tokenizer may lack some."""
         self._template_options = dict(template_options or {})
         self._special_tokens = SpecialTokens(tokenizer)
         self._prompts = _cached(lambda messages: self._special_tokens.encode(self._render(messages)))
@@ -203,7 +209,8 @@ class Chat:
 
 def load_chat(folder: Path, config: GeneratorConfig) -> Chat:
     """The tokenizer and chat template of the model in `folder`, with the configured template options."""
-    return Chat(load_tokenizer(folder), config.chat_template_options)
+    rows = head_rows(folder) if is_model_folder(folder) else None
+    return Chat(load_tokenizer(folder), config.chat_template_options, rows)
 
 
 def _cached(make: Callable[[Sequence[Message]], Int32s]) -> Callable[[Sequence[Message]], Int32s]:

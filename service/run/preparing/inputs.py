@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
 from service.config import DataConfig, EnvConfig, GeneratorConfig, LoraConfig, ModelConfig
 from service.errors import UserError
@@ -46,6 +46,7 @@ class Prepared:
     tasks: Sequence[Task]
     model_folder: Path
     vocab_size: int
+    """Rows of the model's head: all token ids are below it."""
     routing: Routing
     """The form in which the model's routed experts are recorded, which router replay needs."""
     eval_files: Mapping[str, Path] = field(default_factory=dict)
@@ -63,7 +64,7 @@ def check_first_adapter(model: ModelConfig) -> None:
     """Raises `UserError` if a run would refuse `model.adapter`; does nothing if it or its base model is not on this
     machine."""
     if model.path is not None and is_model_folder(model.path) and model.adapter is not None and model.adapter.exists():
-        checked_shapes(model, model.path, checked_model(model.path)[0])
+        checked_shapes(model, model.path, checked_model(model.path))
 
 
 def checked_shapes(model: ModelConfig, folder: Path, hf_config: PretrainedConfig) -> None:
@@ -75,16 +76,15 @@ def checked_shapes(model: ModelConfig, folder: Path, hf_config: PretrainedConfig
             check_adapter(model.adapter, model.lora, Base.of(folder), shapes)
 
 
-def checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Read the configuration and tokenizer of a model folder; `UserError` if they or the stored weights do not fit each
+def checked_model(folder: Path) -> PretrainedConfig:
+    """Read the configuration of a model folder; `UserError` if it, the tokenizer and the stored weights do not fit each
     other."""
     hf_config = read_config(folder)
-    tokenizer = load_tokenizer(folder)
-    check_vocabulary(folder, len(tokenizer), hf_config.vocab_size)
+    check_vocabulary(folder, load_tokenizer(folder))
     with code_of_the_model(folder):
         shapes = stored_shapes(hf_config)
     check_weights(folder, shapes, unread_weights(hf_config))
-    return hf_config, tokenizer
+    return hf_config
 
 
 def prepare_weights(model: ModelConfig, target: EvalTarget) -> Manifest | None:
@@ -98,7 +98,7 @@ def prepare_weights(model: ModelConfig, target: EvalTarget) -> Manifest | None:
         return None
     manifest = target.manifest() if target.adapter is None else None
     begun_with = target.begun_with(model)
-    hf_config, _ = checked_model(begun_with)
+    hf_config = checked_model(begun_with)
     if manifest is not None:
         check_checkpoint(model.lora, begun_with, target.weights(manifest))
         return manifest
@@ -150,7 +150,7 @@ def read_conversations(
         raise UserError(f"model.path: baton sft needs {needed}; add model.make=null model.warm_start=null")
     if data.train is None:
         raise UserError("data.train: there are no conversations; give a JSONL or parquet file of them")
-    checked_shapes(model, model.path, checked_model(model.path)[0])
+    checked_shapes(model, model.path, checked_model(model.path))
     chat = load_chat(model.path, generator)
     how = chat, generator.conversation, generator.longest_row
     held_out = {name: conversation_rows(file, *how)[: data.eval_rows] for name, file in data.eval.items()}

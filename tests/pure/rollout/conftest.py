@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,6 +37,14 @@ def templated(folder: Path, template: str) -> Chat:
     make_tokenizer(folder, lookup.vocabulary())
     (folder / "chat_template.jinja").write_text(template)
     return Chat(load_tokenizer(folder))
+
+
+def leave_ids_out(folder: Path, n: int) -> None:
+    """Give the last word of the tokenizer an id that is `n` higher."""
+    file = folder / "tokenizer.json"
+    vocabulary = (tokenizer := json.loads(file.read_text()))["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.__getitem__)] += n
+    file.write_text(json.dumps(tokenizer))
 
 
 STRIPS_WHAT_STANDS_BEFORE_NONE = (

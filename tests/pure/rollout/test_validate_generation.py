@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from baton.examples import lookup
+from service.agents.conversation_tree import ConversationTree
+from service.agents.messages_and_replies import JsonCalls
+from service.config import GeneratorConfig
 from service.handoff.steps.values import StopReason
 from service.rollout.agent_loop import TrajectoryResult
-from service.rollout.chat.chat import Chat
+from service.rollout.chat.chat import Chat, MessagesRefused, load_chat
+from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Generation, Mode
-from tests.pure.rollout.conftest import ScriptedEngine, ScriptedEnvironment, generated, play, told
+from tests.pure.rollout.conftest import ScriptedEngine, ScriptedEnvironment, generated, leave_ids_out, play, told
 
 THREE = generated([5, 6, 7])
 PROMPT_TOKENS = 200
@@ -77,6 +84,24 @@ async def test_what_an_engine_may_answer_is_made_a_step(chat: Chat) -> None:
         (step,), end = await play(chat, engine, ScriptedEnvironment([told("x", 1.0, True)]))
         assert end.stop_reason == (StopReason.TRUNCATED if answer.stop_reason == "length" else StopReason.STOP)
         assert np.array_equal(step.logprobs[: len(answer.logprobs)], answer.logprobs, equal_nan=True)  # type: ignore[index]
-    engine = ScriptedEngine(chat, lambda words: generated([chat.vocab_size]))
-    _, end = await play(chat, engine, ScriptedEnvironment([told("x", 1.0, True)]))
+
+
+async def test_a_token_is_any_id_of_the_models_head_also_one_that_the_tokenizer_leaves_out(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, lookup.vocabulary())
+    tokens = len(load_tokenizer(tmp_path))
+    leave_ids_out(tmp_path, 5)
+    alone = load_chat(tmp_path, GeneratorConfig())
+    assert alone.vocab_size == tokens + 5
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": tokens + 64}))
+    padded = load_chat(tmp_path, GeneratorConfig())
+    answer = generated([tokens + 1, tokens + 63, padded.end_id])
+    engine = ScriptedEngine(padded, lambda words: answer)
+    (step,), end = await play(padded, engine, ScriptedEnvironment([told("x", 1.0, True)]))
+    assert (end.stop_reason, step.response_ids.tolist()) == ("stop", answer.token_ids.tolist())
+    assert step.loss_mask.all()
+    ConversationTree(padded, JsonCalls()).open_ids(answer.token_ids)
+    with pytest.raises(MessagesRefused, match=f"vocabulary of {tokens + 64}"):
+        ConversationTree(padded, JsonCalls()).open_ids(answer.token_ids + 1)
+    engine = ScriptedEngine(padded, lambda words: generated([padded.vocab_size]))
+    _, end = await play(padded, engine, ScriptedEnvironment([told("x", 1.0, True)]))
     assert end.stop_reason == "engine_output"
