@@ -104,7 +104,7 @@ class AlgorithmConfig(Section):
     """Rewards of a turn's advantage: the trajectory's return, or the rewards from this turn on (`return_to_go`; needs
     `returns: sum`). See docs/credit.md."""
     filter_zero_variance: bool = False
-    """Replace groups whose returns are all equal; with credit by turn, whose advantages are all 0."""
+    """Replace groups whose returns are equal but for rounding; with credit by turn, whose advantages are all 0."""
     filter_over_long: Fraction | None = None
     """Replace groups of whose trajectories more than this fraction ended at a length limit (`length`, `truncated`);
     None: off."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.columns import lengths_of
+from service.handoff.batches.estimators import ROUNDING, ranges
 from service.handoff.batches.pack import Placement
 from service.handoff.ledger.events import Fate, GroupStats
 from service.handoff.steps.tables import by_turn, is_truncated_K
@@ -103,15 +104,11 @@ def token_metrics(
 
 def group_stats(return_G: Float64s, group_G: NDArray[np.integer[Any]]) -> GroupStats:
     """Counts and sums of the returns of complete groups, from which metrics are made."""
-    low_P = np.full(int(group_G.max(initial=-1)) + 1, np.inf)
-    high_P = -low_P
-    np.minimum.at(low_P, group_G, return_G)
-    np.maximum.at(high_P, group_G, return_G)
-    flat_P = low_P == high_P
-    counts = (flat_P, flat_P & (low_P == 0), flat_P & (low_P == 1))
+    low_P, high_P, flat_P = ranges(return_G, group_G)
+    counts = (flat_P, *(flat_P & (np.abs(low_P - value) <= ROUNDING) for value in (0, 1)))
     flat, zeros, ones = (int(np.count_nonzero(of_P)) for of_P in counts)
     return GroupStats(
-        len(low_P), len(return_G), float(return_G.sum()), int(np.count_nonzero(high_P > 0)), flat, zeros, ones
+        len(low_P), len(return_G), float(return_G.sum()), int(np.count_nonzero(high_P > ROUNDING)), flat, zeros, ones
     )
 
 

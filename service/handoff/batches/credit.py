@@ -39,6 +39,8 @@ from service.handoff.batches.estimators import (
     advantages,
     deviation,
     grpo_no_std,
+    levelled,
+    ranges,
     rloo,
 )
 from service.handoff.steps.tables import Episodes
@@ -97,10 +99,11 @@ def advantages_of(played: Episodes, prompt_G: Int32s, rule: Rule) -> Advantages:
 
 
 def teaches(played: Episodes, rule: Rule, train: Sequence[str]) -> bool:
-    """Whether a group has a turn of a trained role with a nonzero advantage; False if all returns are equal."""
+    """Whether a group has a turn of a trained role with a nonzero advantage; False if all returns are equal but for
+    rounding."""
     trained = (part for part in parts(played, rule) if part.role in train)
     if rule.credit == "trajectory":
-        return any((part.return_V != part.return_V[:1]).any() for part in trained)
+        return any(not ranges(part.return_V, np.zeros(len(part.return_V), np.int64))[2].all() for part in trained)
     return any(part.advantages(np.zeros(len(played.ends), np.int32), rule).any() for part in trained)
 
 
@@ -225,7 +228,7 @@ def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, 
     alive_GT = turns.alive_GT
     reward_GT: Float64s = np.zeros(alive_GT.shape)
     reward_GT[alive_GT] = turns.reward_X
-    return_G = reward_GT.sum(axis=1)
+    return_G = levelled(reward_GT.sum(axis=1), group_G)
     if credit == "trajectory":
         return np.repeat(advantages(estimator, return_G, group_G), lengths_of(turns.first_G))
     if estimator not in TURN_ESTIMATORS:
@@ -233,12 +236,12 @@ def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, 
     value_GT = reward_GT  # from the last turn to the first
     for t in range(value_GT.shape[1] - 2, -1, -1):
         value_GT[:, t] += gamma * value_GT[:, t + 1]
-    column_GT = group_G[:, None] * alive_GT.shape[1] + np.arange(alive_GT.shape[1])
+    column_X = (group_G[:, None] * alive_GT.shape[1] + np.arange(alive_GT.shape[1])).reshape(-1)
     distance = rloo if estimator == "rloo" else grpo_no_std
-    advantage_GT = distance(value_GT.reshape(-1), column_GT.reshape(-1)).reshape(alive_GT.shape)
+    advantage_GT = distance(levelled(value_GT.reshape(-1), column_X), column_X).reshape(alive_GT.shape)
     if estimator == "grpo":
         std_G = deviation(return_G, group_G)
-        advantage_GT = np.where(std_G[:, None] < EPSILON, 0.0, advantage_GT / (std_G[:, None] + EPSILON))
+        advantage_GT = np.where(std_G[:, None] == 0, 0.0, advantage_GT / (std_G[:, None] + EPSILON))
     if not (fine_G := (np.abs(advantage_GT) <= FINITE).all(axis=1)).all():
         raise NoAdvantage("a turn has no finite advantage", np.flatnonzero(~fine_G).tolist())
     return np.asarray(advantage_GT[alive_GT])

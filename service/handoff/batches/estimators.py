@@ -14,6 +14,8 @@ and the sample standard deviation of its group's returns, n the size of its grou
 MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every advantage has the
 opposite sign, and with m = 0 (rewards 1 and -1) advantages are a million times the rewards, as in the publication.
 
+Returns of a group that differ only by rounding (`ROUNDING`) are equal: every estimator gets one value for all of them.
+
 If a group continues without some trajectories, n counts the remaining ones; the configuration refuses groups of one.
 """
 
@@ -28,12 +30,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from service.columns import codes_of
 from service.errors import UserError
-from service.types import Float64s, Int64s
+from service.types import Bools, Float64s, Int64s
 
 EPSILON = 1e-6
 FINITE = float(np.finfo(np.float32).max)
 """Largest magnitude of an advantage, so that it stays finite in float32."""
-
+ROUNDING = 2.0**-21
+"""Returns of a group are equal if they differ by at most this fraction of the largest of them, or of 1 if that is
+larger: by four roundings in float32."""
 
 Estimator = Callable[[Float64s, Int64s], Float64s]
 """A function that computes `advantage_G` from `return_G` and the number of each trajectory's group (`group_G`)."""
@@ -89,7 +93,8 @@ def advantages(estimator: str, return_G: ArrayLike, prompt_uids_G: Sequence[Any]
         raise ValueError(f"returns of shape {returns.shape} for {len(prompt_uids_G)} prompt uids")
     if not (finite_G := np.isfinite(returns)).all():
         raise ValueError(f"return_G[{finite_G.argmin()}] is {returns[finite_G.argmin()]}, not a finite number")
-    advantage_G = np.asarray(function(returns, codes_of(prompt_uids_G)[1].astype(np.int64)), np.float64)
+    group_G = codes_of(prompt_uids_G)[1].astype(np.int64)
+    advantage_G = np.asarray(function(levelled(returns, group_G), group_G), np.float64)
     problem = f"algorithm.estimator: {estimator!r} gave no finite number for each of {len(returns)} trajectories"
     if advantage_G.shape != returns.shape:
         raise UserError(f"{problem} (shape {advantage_G.shape})")
@@ -97,6 +102,23 @@ def advantages(estimator: str, return_G: ArrayLike, prompt_uids_G: Sequence[Any]
         g = int(fine_G.argmin())
         raise NoAdvantage(f"{problem}: number {g} has {advantage_G[g]}", np.flatnonzero(~fine_G).tolist())
     return advantage_G
+
+
+def ranges(return_G: Float64s, group_G: NDArray[np.integer[Any]]) -> tuple[Float64s, Float64s, Bools]:
+    """[P], [P], [P] the least and the largest return of each group, and whether its returns are equal but for
+    rounding."""
+    low_P = np.full(int(group_G.max(initial=-1)) + 1, np.inf)
+    high_P = -low_P
+    np.minimum.at(low_P, group_G, return_G)
+    np.maximum.at(high_P, group_G, return_G)
+    scale_P = np.maximum(1.0, np.maximum(np.abs(low_P), np.abs(high_P)))
+    return low_P, high_P, high_P - low_P <= ROUNDING * scale_P
+
+
+def levelled(return_G: Float64s, group_G: NDArray[np.integer[Any]]) -> Float64s:
+    """[G] the returns; those of a group that are equal but for rounding have one value."""
+    low_P, _, flat_P = ranges(return_G, group_G)
+    return np.where(flat_P[group_G], low_P[group_G], return_G)
 
 
 @estimator("grpo")

@@ -1,9 +1,9 @@
 """Filters: remove complete groups before training, and count them by reason; a removed group frees its slot.
 
-| reason          | setting                | the group                                                        |
-|-----------------|------------------------|------------------------------------------------------------------|
-| `zero_variance` | `filter_zero_variance` | all returns are equal; with credit by turn, all advantages are 0 |
-| `over_long`     | `filter_over_long`     | more than this fraction of its trajectories is over-long         |
+| reason          | setting                | the group                                                             |
+|-----------------|------------------------|-----------------------------------------------------------------------|
+| `zero_variance` | `filter_zero_variance` | the returns are equal but for rounding; by turn, all advantages are 0 |
+| `over_long`     | `filter_over_long`     | more than this fraction of its trajectories is over-long              |
 
 A trajectory is over-long if its next prompt exceeded a length limit, or its last response was cut (`OVER_LONG`).
 """

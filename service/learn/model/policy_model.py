@@ -129,6 +129,7 @@ def empty_model(
     for name in config.to_dict():
         if name.endswith(DROPOUT):
             setattr(config, name, 0.0)
+    config.pad_token_id = None  # with one, the embedding would drop that token's gradient
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
     if getattr(whole.lm_head, "bias", None) is not None:

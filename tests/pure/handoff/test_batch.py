@@ -79,10 +79,10 @@ def group_of(*ends: TrajectoryEnd) -> CompleteGroup:
 
 
 def test_zero_variance_looks_at_returns() -> None:
-    same = [end(TrajectoryId(0, s), reward=1.0) for s in range(3)]
+    same = [end(TrajectoryId(0, s), reward=1.0 - s * 2.0**-24) for s in range(3)]  # but for rounding
     settings = FilterSettings(Rule("grpo"), zero_variance=True)
     assert filtered(group_of(*same), settings) == Ended(
-        0, GroupState.FILTERED, "zero_variance", GroupStats(1, 3, 3.0, 1, flat=1, ones=1, tokens=1)
+        0, GroupState.FILTERED, "zero_variance", GroupStats(1, 3, 3 - 3 * 2.0**-24, 1, flat=1, ones=1, tokens=1)
     )
     assert filtered(group_of(*same, end(TrajectoryId(0, 3), reward=0.0)), settings) is None
     assert filtered(group_of(*same), FilterSettings(Rule("grpo"))) is None

@@ -10,6 +10,8 @@ import pytest
 from service.config import Config
 from service.config.core_settings import batch_settings, filter_settings
 from service.errors import ConfigError, UserError
+from service.handoff.batches.batch_metrics import group_stats
+from service.handoff.batches.credit import turn_advantages
 from service.handoff.batches.estimators import ESTIMATORS, NoAdvantage, advantages, estimator
 from service.types import Float64s, Int64s
 
@@ -32,9 +34,36 @@ def test_the_other_estimators_follow_their_definitions() -> None:
     assert whitened.mean() == pytest.approx(0) and whitened.std(ddof=1) == pytest.approx(1)
 
 
+ROUNDED = {
+    "sums in two orders": [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1] * 4,
+    "float32 and float64": [float(np.float32(0.35)), 0.35] * 4,
+    "a judge in float32": [1.0, float(np.float32(0.99999994))] * 4,
+    "parts that cancel": [0.1 + 0.2 - 0.3, 0.0] * 4,
+    "large": [-1e6, -1e6 - 0.06] * 4,
+}
+
+
+@pytest.mark.parametrize("return_G", [[0.1] * 8, *ROUNDED.values()], ids=str)
 @pytest.mark.parametrize("name", ["grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline"])
-def test_a_group_without_variance_has_advantages_of_exactly_zero(name: str) -> None:
-    assert (advantages(name, [0.1] * 7, ["a"] * 7) == 0).all()
+def test_groups_whose_returns_differ_by_rounding_only_have_advantages_of_exactly_zero(
+    name: str, return_G: list[float]
+) -> None:
+    assert (advantages(name, [*return_G, *return_G], ["a"] * 8 + ["b"] * 8) == 0).all()
+    stats = group_stats(np.array(return_G), np.zeros(8, np.int64))
+    assert stats.flat == 1 and stats.zeros == (abs(return_G[0]) < 0.01) and stats.ones == (return_G[0] == 1)
+    assert not by_turn("rloo", return_G) and not by_turn("grpo", return_G)
+
+
+def by_turn(name: str, return_G: list[float]) -> bool:
+    """Whether any turn has an advantage if each trajectory gets its return in two parts."""
+    found = turn_advantages([[part / 2, part / 2] for part in return_G], [0] * 8, estimator=name)
+    return bool(np.concatenate(found).any())
+
+
+def test_a_small_difference_is_none_of_rounding() -> None:
+    return_G = [0.5, 0.500001] * 4
+    assert (advantages("grpo_no_std", return_G, ["a"] * 8) != 0).all() and by_turn("rloo", return_G)
+    assert group_stats(np.array(return_G), np.zeros(8, np.int64)).flat == 0
 
 
 def test_a_group_of_one_follows_the_published_definitions() -> None:
