@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest --durations=15
 # `make test` has the former beside the latter, at a lower priority, and prints what they said at the end.
 AT_ONCE := -n logical --maxprocesses 8 --dist worksteal tests/pure tests/sim
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
-IN_TURN := tests/e2e tests/chaos tests/hosts tests/gpu
+IN_TURN := tests/e2e tests/hosts tests/gpu
 # Documentation, deployment files, servers and pages: these tests matter where those files changed.
 EDGES := tests/docs tests/deploy tests/browser tests/e2e/test_monitoring.py
 CLIENTS := $(addprefix tests/pure/agents/test_,oracles.py published_agents.py recipes.py sdk_fields.py sdks.py)
@@ -62,7 +62,7 @@ test: dev ## the test suite on CPU, real Ray, vLLM and FSDP included
 	@rm -f build/slowest*.txt; said=$$(mktemp); failed=0; \
 	    nice -n 10 $(PYTEST) --slowest build/slowest-pure.txt -m "not full" $(AT_ONCE) >$$said 2>&1 & \
 	    beside=$$!; trap 'kill $$beside 2>/dev/null || true; rm -f $$said' EXIT; \
-	    $(PYTEST) --slowest build/slowest-e2e.txt -m "not full and not chaos" \
+	    $(PYTEST) --slowest build/slowest-e2e.txt -m "not full" \
 	        --ignore tests/e2e/test_monitoring.py $(TWO_FILES) $(IN_TURN) || failed=1; \
 	    wait $$beside || failed=1; cat $$said; \
 	    sort -rn build/slowest-pure.txt build/slowest-e2e.txt >build/slowest.txt; exit $$failed
@@ -76,9 +76,9 @@ test-slurm: dev servers ## deploy/slurm/train.sbatch on a real Slurm, as root; .
 	@$(PYTEST) tests/hosts/test_slurm.py -k one_command
 test-full: dev servers ## all tests that run on CPU, except test-chaos
 	@$(PYTEST) --hypothesis-profile=fresh $(AT_ONCE)
-	@$(PYTEST) -m "not chaos" --hypothesis-profile=fresh $(IN_TURN) $(EDGES)
-test-chaos: dev ## kill processes in the middle of real runs, hundreds of times (about an hour)
-	@$(BIN)/python -m tests.chaos
+	@$(PYTEST) --hypothesis-profile=fresh $(IN_TURN) $(EDGES)
+test-chaos: dev ## kill processes of real runs, two and three at once (most of an hour)
+	@$(PYTEST) -v tests/chaos
 worlds: dev ## five thousand simulated runs with injected faults, and every pair of deaths, on one core (a quarter of an hour)
 	@$(BIN)/python -m tests.sim --worlds 5000
 	@$(PYTEST) -n 0 tests/sim/test_pairs.py

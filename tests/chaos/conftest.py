@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from actors.driver.prepare import prepare
 from service.config import load_config
 from tests.chaos.real_pairs import PairRun
-from tests.chaos.theatre import STEPS, Play, settings
 
-FIGURES_FILE = "BATON_CHAOS_FIGURES"
-"""Environment variable that names a file for the figures of a session, beside what is printed."""
 FIGURES = pytest.StashKey[Counter[str]]()
-
-
-@pytest.fixture
-def staged(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[str], Play]]:
-    """Makes chaos runs, each with a folder of its own; counts what befell them."""
-    figures = request.config.stash.setdefault(FIGURES, Counter())
-    plays: list[Play] = []
-
-    def make(name: str) -> Play:
-        plays.append(Play(tmp_path / name, figures))
-        return plays[-1]
-
-    yield make
-    for play in plays:
-        play.end()
-        play.count()
-
-
-@pytest.fixture(scope="session")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What happens when nothing fails."""
-    return Play(tmp_path_factory.mktemp("calm"), Counter()).tell(settings(steps=STEPS)).start().ended(300)
 
 
 @pytest.fixture(scope="session")
@@ -71,5 +43,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("chaos")
         for what, count in sorted(figures.items()):
             terminalreporter.line(f"{count:8d}  {what}")
-        if file := os.environ.get(FIGURES_FILE):
-            Path(file).write_text(json.dumps(figures))

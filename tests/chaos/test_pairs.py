@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.chaos.real_pairs import DELAYS, ENDS, START_SECONDS, PairRun, Scenario, runs
-from tests.chaos.theatre import SEED
-from tests.sim.pairs import MOMENTS, VICTIMS
+from tests.chaos.real_pairs import ENDS, START_SECONDS, PairRun, Scenario, runs
+from tests.sim.pairs import DELAYS, MOMENTS, VICTIMS
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 
+SEED = int(os.environ.get("BATON_CHAOS_SEED", "1"))
 TRIPLES = 20
 THREE = ("trainer-0", "generator-0", "buffer")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ class MemoryFile(File):
         return [(offset, self._size)] if offset < self._size else []
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
+        self._disk.changes()
         data = b"".join(buffers)
         grows = max(offset + len(data) - self._size, 0)
         if grows > (free := self._disk.free()):
@@ -47,6 +48,7 @@ class MemoryFile(File):
         return len(data)
 
     def allocate(self, size: int) -> None:
+        self._disk.changes()
         if size - self._size > self._disk.free():
             raise OSError(errno.ENOSPC, "No space left on device")
         self._size = max(self._size, size)
@@ -57,7 +59,9 @@ class MemoryFile(File):
         self._synced = min(self._synced, size)
 
     def sync(self) -> None:
+        self._disk.changes()
         self._synced = self._written
+        self._disk.changes()
 
     def close(self) -> None:
         """Do nothing: the file exists only as long as its process."""
@@ -75,6 +79,8 @@ class MemoryDisk(Disk):
     def __init__(self, room: int = AMPLE_ROOM) -> None:
         self.room = room
         self.files: dict[Path, MemoryFile] = {}
+        self.changes: Callable[[], None] = lambda: None
+        """Called before each change of a file, and after each sync; may end the process by an exception."""
 
     def names(self, folder: Path) -> list[str]:
         return sorted(path.name for path in self.files if path.parent == folder)
@@ -83,6 +89,7 @@ class MemoryDisk(Disk):
         return self.files.setdefault(path, MemoryFile(self))
 
     def remove(self, path: Path) -> None:
+        self.changes()
         del self.files[path]
 
     def used(self) -> int:

@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
+import numpy as np
 import ray
 
 import actors.buffer.actor
@@ -75,6 +76,7 @@ from tests.sim.virtual_asyncio import START, VirtualLoop
 from tests.sim.witness import Broken, Witness
 
 STEPS = 3
+SEGMENT_BYTES = 3000
 VOCABULARY = 100
 END_SECONDS = 900.0
 """Virtual seconds after which a run counts as hanging; a calm one takes about 20."""
@@ -130,9 +132,16 @@ class PairWorld:
     """One run."""
 
     def __init__(
-        self, folder: Path, deaths: Sequence[tuple[str, float]], moment: str, engines: int = 1, stops: bool = False
+        self,
+        folder: Path,
+        deaths: Sequence[tuple[str, float]] = (),
+        moment: str = "start",
+        engines: int = 1,
+        stops: bool = False,
+        last_change: int = 0,
     ) -> None:
-        """`deaths`: who dies, and how many seconds after the moment; `stops`: they only stand still for a minute."""
+        """`deaths`: who dies, and how many seconds after the moment; `stops`: they only stand still for a minute;
+        `last_change`: at which change of its disk the buffer dies."""
         self.loop, self.told = VirtualLoop(), Told()
         self.ray = MadeRay(self.loop)
         self.ray.called, self.ray.answered = self._called, self._answered
@@ -140,6 +149,8 @@ class PairWorld:
         self.settings = SimulationSettings.of(self.config)
         self.witness = Witness(self.settings)
         self.disk = MemoryDisk()
+        self.disk.changes = self._disk_changes
+        self.changes, self._last_change = 0, last_change
         self.workers = AgentWorkers(self.ray.later)
         self._folder, self._deaths, self._moment, self._engines = folder, deaths, STRIKES[moment], engines
         self._stops = stops
@@ -187,13 +198,15 @@ class PairWorld:
         while (actor := self.ray.actors["buffer"]).process is None:
             await asyncio.sleep(1.0)
         buffer = actor.body._buffer
-        try:
-            self.witness.look(buffer)
-            self.witness.check_the_end(buffer)
-        except Broken as broken:
-            self.told.broken.append(str(broken))
+        self._judged(lambda: (self.witness.look(buffer), self.witness.check_the_end(buffer)))
         if buffer.version.step != STEPS:
             self.told.broken.append(f"{buffer.version.step} steps of {STEPS} are committed")
+
+    def _judged(self, look: Callable[[], object]) -> None:
+        try:
+            look()
+        except Broken as broken:
+            self.told.broken.append(str(broken))
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
@@ -202,8 +215,8 @@ class PairWorld:
         add, collective = self.ray.add, Collective(self.config.trainer.collective_deadline)
         hub = add(MadeActor(self.ray, "metrics-hub", SimHub, partial(SimHub, self._folder / "run"), 2.0), 1.0)
         judge = add(MadeActor(self.ray, "scorer-judge-0", Judge, Judge, 3.0, seconds={"reply": 0.2}), 1.0)
-        made = partial(BufferActor, self._json, VOCABULARY, files[1], "journal", "metrics-hub", None, asking)
-        buffer = MadeActor(self.ray, "buffer", BufferActor, made, 6.0, retries=True)
+        made = partial(self._new_buffer, files[1])
+        buffer = MadeActor(self.ray, "buffer", BufferActor, made, 6.0, retries=True, died=self._power_is_lost)
         of_rank = {"load": 5.0, "step": 1.0, "weights": 0.2, "save": 0.2, "finish_save": 1.0, "export": 1.0}
         of_rank |= {"restore": 1.0, "bucket": 0.05}
         ranks = [
@@ -233,6 +246,22 @@ class PairWorld:
         handles = [add(actor, 1.0) for actor in (buffer, *ranks, *generators)]
         trainer = TrainerGroup.of(self.config, handles[1 : 1 + RANKS])
         return Cluster(hub, handles[0], tuple(handles[1 + RANKS :]), trainer, self._no_room, {"scorer-judge-0": judge})
+
+    def _new_buffer(self, tasks_file: str) -> BufferActor:
+        """A process of the buffer, which has all that an earlier one acknowledged."""
+        actor = BufferActor(self._json, VOCABULARY, tasks_file, "journal", "metrics-hub", None, asking)
+        self._judged(lambda: (self.witness.look(actor._buffer), self.witness.scored(actor._buffer)))
+        return actor
+
+    def _power_is_lost(self, buffer: BufferActor) -> None:
+        self.disk.lose_power(np.random.default_rng(self.changes))
+
+    def _disk_changes(self) -> None:
+        if self.ray.actors["buffer"].body is not None:
+            self.changes += 1
+            if self.changes == self._last_change:
+                self._kill("buffer")
+                raise asyncio.CancelledError  # the process is gone here
 
     async def _no_room(self, number: int) -> Any:
         raise AssertionError("no further generator is asked for")
@@ -279,10 +308,7 @@ class PairWorld:
     def _answered(self, actor: str, method: str, arguments: tuple[Any, ...], results: Any) -> None:
         if actor != "buffer" or results is None:
             return
-        try:
-            self._witnessed(method, arguments, results[0])
-        except Broken as broken:
-            self.told.broken.append(str(broken))
+        self._judged(lambda: self._witnessed(method, arguments, results[0]))
 
     def _witnessed(self, method: str, arguments: tuple[Any, ...], answer: Any) -> None:
         if method == "lease" and isinstance(answer, LeasedBatch):
@@ -310,7 +336,7 @@ class PairWorld:
         """Time, Ray, the disk and what no promise depends on, such as drawings."""
         runtime = SimpleNamespace(get_node_id=lambda: "node", get_job_id=lambda: "")
         exits = partial(end_of_this_process, self.ray.actors)
-        journal = partial(Journal, disk=self.disk, segment_bytes=1 << 16)
+        journal = partial(Journal, disk=self.disk, segment_bytes=SEGMENT_BYTES)
         watch = partial(HostWatch, look=self._hosts)
         pieces: list[tuple[Any, str, Any]] = [
             (time, "monotonic", self.loop.time),

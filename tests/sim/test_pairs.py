@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 
+from actors.buffer.actor import BufferActor
 from service.run.liveness.supervisor import SILENT_SECONDS, Supervisor
 from tests.sim.pair_world import STEPS, PairWorld, run_pair
 from tests.sim.pairs import NAMING_SECONDS, OUTSIDE, VICTIMS, pairs_of
 
 PARTS = 11
 """No divisor of the pairs of a victim: each part has every two victims, and each first one at each moment and delay."""
+CHANGE_PARTS = 10
 
 
 def test_a_run_in_which_nothing_dies_finishes_and_says_so(tmp_path: Path) -> None:
-    told = PairWorld(tmp_path, [], "start").run()
+    told = PairWorld(tmp_path).run()
     assert (told.wrong(), told.deaths) == ([], [])
     assert 20 < told.seconds < 60 and len(told.progress) == STEPS
 
@@ -63,3 +65,28 @@ def test_a_trainer_that_is_lost_while_engines_start_restarts_at_once(tmp_path: P
 def test_six_cuts_of_the_connection_at_the_end_are_each_named(tmp_path: Path) -> None:
     cuts = [("connection", at) for at in (1.5, 2.0, 3.3, 12.4, 15.3, 22.6)]
     assert PairWorld(tmp_path, cuts, "end").run().wrong() == []
+
+
+def broken(folder: Path, changes: range) -> dict[int, list[str]]:
+    """What is wrong with runs whose buffer dies, and its disk loses power, at these changes of the disk."""
+    told = {change: PairWorld(folder, last_change=change).run().wrong() for change in changes}
+    return {change: wrong for change, wrong in told.items() if wrong}
+
+
+@pytest.mark.parametrize(
+    "part", [1, *(pytest.param(part, marks=pytest.mark.full) for part in range(2, CHANGE_PARTS + 1))]
+)
+def test_a_buffer_that_dies_at_any_change_of_its_disk_has_all_that_it_acknowledged(part: int, tmp_path: Path) -> None:
+    whole = PairWorld(tmp_path)
+    whole.run()
+    assert whole.changes > 100 and len(whole.disk.files) > 1
+    assert broken(tmp_path, range(part, whole.changes + 1, CHANGE_PARTS)) == {}
+
+
+def test_a_buffer_that_acknowledges_before_the_sync_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def settled(self: BufferActor) -> None:
+        self._queued.set()
+
+    monkeypatch.setattr(BufferActor, "_settled", settled)
+    monkeypatch.setattr(BufferActor, "_sync_seconds", 0.3)
+    assert "was acknowledged and is gone" in str(broken(tmp_path, range(44, 60, 2)))
