@@ -137,7 +137,7 @@ def why_died(name: str, last: Life, worker: WorkerTableData) -> str | None:
 
 
 class KernelKills:
-    """Notices when this host's kernel has killed a process for lack of memory. The kernel's counter does not say which
+    """Detects when this host's kernel has killed a process for lack of memory. The kernel's counter does not say which
     process."""
 
     def __init__(self, counters: Path = Path("/proc/vmstat")) -> None:

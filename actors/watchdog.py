@@ -29,7 +29,7 @@ SCAN_SECONDS = 1.0
 QUIET = 0.5
 """If no marked process was found for this many seconds, all processes of the run have ended."""
 DEADLINE = 15.0
-"""Seconds after which the watchdog gives up on a process that cannot be killed."""
+"""Seconds after which the watchdog stops its attempts on a process that cannot be killed."""
 TRACKER, TRACKER_GRACE = b"multiprocessing.resource_tracker", 10.0
 """Text in the command line of a process that deletes the semaphores of other processes after they have ended, and
 seconds between its SIGTERM and its SIGKILL."""

@@ -1,6 +1,6 @@
 """The driver's loop: lease -> step -> commit -> publish, while the generators continue.
 
-Its parts, which do not know each other or the loop:
+Its parts, none of which imports another one or the loop:
 
 - buffer (actor): leases mini-batches, and records which steps were committed
 - trainer (`TrainerGroup`): takes optimizer steps, saves and restores, gives out the weights
@@ -8,8 +8,8 @@ Its parts, which do not know each other or the loop:
 - `Scaling` with `HostWatch`: lets generators join, and leave with their nodes
 - `Checkpointer`: writes checkpoints, and hands them to the uploads
 - `Evaluations`: evaluates the published weights
-- `Supervisor`: notices dead processes, and cancels what waits for them
-- `RunObserver`: keeps the books
+- `Supervisor`: detects dead processes, and cancels the calls that wait for them
+- `RunObserver`: records metrics, the status and the progress
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keeps the books of a run: telemetry, progress, records of trajectories, failures and scrape targets."""
+"""Records what a run does: telemetry, progress, records of trajectories, failures and scrape targets."""
 
 from __future__ import annotations
 

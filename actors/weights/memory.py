@@ -4,7 +4,7 @@
       a page                                          whole pages each
 
 A writer removes the version of a buffer before it writes, and sets the new version afterwards. A reader compares the
-version before and after reading, and so notices if the buffer was replaced meanwhile.
+version before and after reading, and so detects that the buffer was replaced meanwhile.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class Endpoint:
                 raise Refused(NO_ROOM, None, "the buffer was not asked; send the request again")
             if not session.recorded.result():
                 sessions.finished(session, "")
-                raise Refused(409, None, "the buffer wants no more of this trajectory")
+                raise Refused(409, None, "the buffer takes no more of this trajectory")
         return web.json_response({})
 
 

@@ -394,7 +394,7 @@ class Session:
                 self._cut = StopReason.STOP
                 self._sink.append(self._step(call, generation))
                 if not await self._sink.accepted(self.trajectory):
-                    raise TrajectoryFailed(StopReason.ABORT, "the buffer wants no more of it")
+                    raise TrajectoryFailed(StopReason.ABORT, "the buffer takes no more of it")
         except TrajectoryFailed as failed:
             self.close(failed)
             raise Refused(502, None, f"the session is closed: {failed.reason}") from failed

@@ -218,12 +218,12 @@ class Buffer:
         if role == "trainer":
             if step is not None and not 0 <= step <= state.step:
                 raise RunFailed(
-                    f"a trainer wants to continue from step {step}, but the journal holds the steps 0 to {state.step}: "
+                    f"a trainer would continue from step {step}, but the journal holds the steps 0 to {state.step}: "
                     "continue from a checkpoint of this run"
                 )
             if step is not None and step != state.step and not self._settings.has_checkpoints:
                 raise RunFailed(
-                    f"a trainer wants to continue from step {step}, but step {state.step} was made and what was "
+                    f"a trainer would continue from step {step}, but step {state.step} was made and what was "
                     "trained since is not kept: set trainer.checkpoint_every to survive the loss of a trainer"
                 )
             for lease in list(state.leases):

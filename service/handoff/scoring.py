@@ -94,7 +94,7 @@ class Scoring:
         return [group_id for group_id in self._record.ledger.scoring if scorer in groups[group_id].awaited]
 
     def group(self, group_id: int) -> tuple[int, StepGroup]:
-        """The dataset row of a group that waits for scorers; and its steps and end records, sorted by sample."""
+        """(Dataset row, step group) of a group that waits for scorers; steps and end records are sorted by sample."""
         sender = Sender("", 0, group_id)
         return self._record.ledger.state.groups[group_id].row, StepGroup(sender, *self._record.store.unscored(group_id))
 

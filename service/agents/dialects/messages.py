@@ -158,7 +158,7 @@ def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
 
 
 def error(refused: Refused) -> dict[str, Any]:
-    """The body of an error in the API Messages."""
+    """The body of an error response of the Messages API."""
     kind = KINDS.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
     details = {"error_code": refused.code, "unsupported": [refused.field]} if refused.code == NO_THREAD else None
     return {"type": "error", "error": {"type": kind, "message": str(refused), "details": details}}

@@ -140,7 +140,7 @@ class StepTree:
         self._steps: dict[int, StepNode] = {}
 
     def add(self, steps: Steps, k: int) -> StepNode:
-        """Add step `k` of a table; raises a PrefixError if the extended step is not there or has other tokens."""
+        """Add step `k` of a table; PrefixError if the step that it extends is missing or has another digest."""
         index, start, stop = int(steps.index_K[k]), int(steps.offsets_K[k]), int(steps.offsets_K[k + 1])
         parent, cut, before = None, 0, xxhash.xxh3_64()
         if (extends := extension_of(steps, k)) is not None:
