@@ -36,6 +36,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER = "tokenizer.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+WEIGHTS = (".bin", ".safetensors", ".pt", ".pth")
+"""Endings of files of weights."""
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -59,7 +61,7 @@ def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1) -
     """
     require_files(folder, MODEL_CONFIG, TOKENIZER)
     check_description(folder, longest, sequence_parallel)
-    for file in sorted({*weight_index(folder).values()}):
+    for file in weight_files(folder):
         require_files(folder, file.name)
 
 
@@ -284,6 +286,16 @@ def weight_index(folder: Path) -> dict[str, Path]:
     if outside := [str(file) for file in files.values() if Path(str(file)).name != file or file in ("", "..")]:
         raise UserError(f"model.path: {index} names {outside[0]!r}, which does not lie in the folder")
     return {name: folder / file for name, file in files.items()}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the model's weights. A folder may have others: `consolidated.safetensors` of Mistral's models
+    holds the same weights again.
+
+    Raises:
+        UserError: as `weight_index` does.
+    """
+    return sorted({*weight_index(folder).values()} or {folder / SINGLE})
 
 
 def open_weights(file: Path, framework: Literal["numpy", "pt"]) -> Any:

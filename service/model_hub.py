@@ -41,7 +41,7 @@ def download(setting: str, named: Named, address: str, offline: bool, say: Calla
     )
 
     say(f"{setting}: looking for {address} on the hub and in its cache")
-    files, kind, ignored = ([file], "dataset", None) if file else (list(MODEL_FILES), "model", "*/*")
+    files, kind, ignored = ([file], "dataset", None) if file else (list(MODEL_FILES), "model", ["*/*", "consolidated*"])
     # Only here may huggingface_hub use the network in the driver, unless `offline`.
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, offline
     try:

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.calls import in_a_line
 from actors.driver.placement import Bundle
 from service.errors import RunFailed, UserError
+from service.model_folder import WEIGHTS, weight_files
 from service.run.phases import say
 
 NODE_SECONDS = 300.0
@@ -49,8 +50,9 @@ class RunFiles(NamedTuple):
 
     @staticmethod
     def of(model_folder: Path, data: Iterable[Path], run_folder: Path | None = None) -> RunFiles:
-        """Return the model folder and all its files, the data sets, and the run folder, if there is one."""
-        files = sorted(path for path in model_folder.iterdir() if path.is_file())
+        """Return the model folder and the files that are read there, the data sets, and the run folder, if any."""
+        others = (path for path in model_folder.iterdir() if path.is_file() and path.suffix not in WEIGHTS)
+        files = sorted([*others, *weight_files(model_folder)])
         sizes = {str(model_folder): None} | {str(path): path.stat().st_size for path in (*files, *data)}
         return RunFiles(sizes, None if run_folder is None else str(run_folder))
 

@@ -15,7 +15,7 @@ from service.config import Config, LoraConfig, ModelConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import UserError
 from service.learn.model.hf_config import read_config
-from service.model_folder import EXPERTS, model_config, text_part
+from service.model_folder import EXPERTS, model_config, text_part, weight_files
 from service.plan.kv_cache import BLOCK_TOKENS, request_bytes
 
 OWNER_PID = "BATON_OWNER_PID"
@@ -105,6 +105,9 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
     generator, model = settings.generator, settings.model
     arguments: dict[str, Any] = {
         "model": str(model_folder),
+        # not Mistral's own files, params.json and consolidated.safetensors, which vLLM prefers
+        "config_format": "hf",
+        "load_format": "hf",
         "skip_tokenizer_init": not generator.stop,
         "dtype": model.dtype,
         "seed": settings.seed,
@@ -190,7 +193,7 @@ def _cpu_kv_cache_bytes(settings: EngineSettings, model_folder: Path) -> int:
     longest = settings.request_bytes(read_config(model_folder))
     usual = max(min(settings.sequences * longest, CPU_KV_CACHE_BYTES), 2 * longest)
     size = settings.generator.kv_cache_bytes or usual
-    weights = sum(file.stat().st_size for file in model_folder.glob("*.safetensors"))
+    weights = sum(file.stat().st_size for file in weight_files(model_folder))
     needed = ENGINE_BYTES + size + weights
     available = psutil.virtual_memory().available
     if needed > available:

@@ -28,7 +28,7 @@ from torch import Tensor
 from service.config import LoraConfig
 from service.learn.model.adapter_folder import PREFIX
 from service.learn.model.lora import A, B
-from service.model_folder import model_config, open_weights
+from service.model_folder import model_config, open_weights, weight_files, weight_index
 
 Octets = NDArray[np.uint8]
 
@@ -106,10 +106,11 @@ class PolicySize(NamedTuple):
     def of_folder(model_folder: Path, lora: LoraConfig | None = None) -> PolicySize:
         """Return the size of the model in a Hugging Face folder, or, with `lora`, of an adapter of the model. Only the
         headers of the files are read."""
-        shapes = list[tuple[str, Sequence[int]]]()
-        for path in sorted(model_folder.glob("*.safetensors")):
+        shapes, index = list[tuple[str, Sequence[int]]](), weight_index(model_folder)
+        for path in weight_files(model_folder):
             with open_weights(path, "numpy") as weights:
-                shapes += [(name, weights.get_slice(name).get_shape()) for name in weights.keys()]  # noqa: SIM118
+                names = [name for name in weights.keys() if not index or index.get(name) == path]  # noqa: SIM118
+                shapes += [(name, weights.get_slice(name).get_shape()) for name in names]
         size = PolicySize(0, bool(model_config(model_folder).get("tie_word_embeddings", False)))
         if lora is not None:
             adapter = adapter_shapes(lora, shapes)

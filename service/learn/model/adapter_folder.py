@@ -26,7 +26,7 @@ from service.files import atomic_folder, sync
 from service.learn.model.hf_checkpoint import write_beside_weights
 from service.learn.model.lora import merged
 from service.learn.model.sharding import shard_rows
-from service.model_folder import ADAPTER_CONFIG, INDEX, MODEL_CONFIG, SINGLE, weight_index
+from service.model_folder import ADAPTER_CONFIG, INDEX, MODEL_CONFIG, weight_files
 
 Named = TypeVar("Named")
 
@@ -61,7 +61,7 @@ class Base(BaseModel):
     def of(folder: Path) -> Base:
         """The base model in a Hugging Face folder."""
         hasher = xxhash.xxh3_128((folder / MODEL_CONFIG).read_bytes())
-        for file in _weight_files(folder):
+        for file in weight_files(folder):
             size = file.stat().st_size
             hasher.update(f"{file.name} {size}".encode())
             with file.open("rb") as opened:
@@ -206,7 +206,7 @@ def merge(adapter: Path, base: Path, folder: Path) -> None:
     """
     settings, tensors = adapter_settings(adapter), _tensors(adapter, Base.of(base))
     with atomic_folder(folder) as partial:
-        for file in _weight_files(base):
+        for file in weight_files(base):
             save_file(merged(load_file(file), tensors, settings), partial / file.name, {"format": "pt"})
         if tensors:
             raise UserError(
@@ -215,7 +215,3 @@ def merge(adapter: Path, base: Path, folder: Path) -> None:
         if (base / INDEX).is_file():
             shutil.copy2(base / INDEX, partial / INDEX)
         write_beside_weights(base, partial, torch.float32)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    return sorted({*weight_index(folder).values()} or {folder / SINGLE})

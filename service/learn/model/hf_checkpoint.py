@@ -27,7 +27,7 @@ from torch import Tensor
 from service.errors import UserError
 from service.files import atomic_folder, sync
 from service.learn.model.sharding import WeightRows, shard_rows
-from service.model_folder import EMBEDDING, INDEX, MODEL_CONFIG, SINGLE, open_weights, weight_index
+from service.model_folder import EMBEDDING, INDEX, MODEL_CONFIG, SINGLE, WEIGHTS, open_weights, weight_index
 
 TYPES = ("F64", "F32", "F16", "BF16")
 """Types of stored weights that can be loaded for training. Narrower types are refused, because they would need
@@ -258,7 +258,7 @@ def write_beside_weights(source: Path, folder: Path, dtype: torch.dtype) -> None
     """Copy all files of a Hugging Face folder except its weights; set `dtype` in the copied config, and sync all files
     to disk."""
     for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.startswith("model") and file.suffix not in (".bin", ".safetensors", ".pt"):
+        if file.is_file() and not file.name.startswith("model") and file.suffix not in WEIGHTS:
             shutil.copy2(file, folder / file.name)
     settings = folder / MODEL_CONFIG
     config = json.loads(settings.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}

@@ -26,9 +26,11 @@ def test_a_cache_beyond_the_free_memory_names_the_settings_that_make_it_smaller(
         engine_arguments(EngineSettings.of(huge), model)
 
 
-def test_an_engine_computes_its_logits_in_float32_as_the_trainer_does(model: Path) -> None:
+def test_an_engine_reads_the_files_of_the_trainer_and_computes_its_logits_in_float32_as_it_does(model: Path) -> None:
     bf16 = load_config([QUICKSTART], ["model.dtype=bfloat16"])
-    assert engine_arguments(EngineSettings.of(bf16), model)["hf_overrides"] == {"head_dtype": "float32"}
+    arguments = engine_arguments(EngineSettings.of(bf16), model)
+    assert arguments["hf_overrides"] == {"head_dtype": "float32"}
+    assert arguments["config_format"] == arguments["load_format"] == "hf", "not Mistral's own files beside them"
 
 
 @pytest.mark.parametrize("groups", [1, 1000])

@@ -16,12 +16,14 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
+from actors.driver.node_check import RunFiles
 from actors.weights import image as image_module
 from actors.weights.image import ImageHolder
 from actors.weights.memory import NO_VERSION, OpenMemory, WeightMemory
 from actors.weights.policy_tensors import PolicySize
 from actors.weights.pulled import WeightFile
 from service.errors import WeightsGone
+from service.model_folder import INDEX
 from tests.pure.actors.fakes import at, bucket_of, content, file_at, image_of
 
 EMBEDDING = torch.arange(12.0).view(4, 3)
@@ -108,11 +110,16 @@ def test_a_tied_head_is_the_embedding_and_counts_with_it_an_untied_one_by_itself
             take(save(UNTIED), size)
 
 
-def test_a_policy_in_several_files_is_all_of_them(tmp_path: Path) -> None:
+def test_a_policy_in_several_files_is_all_of_them_and_none_that_lies_beside(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for number, (name, tensor) in enumerate(UNTIED.items()):
         save_file({name: tensor}, tmp_path / f"model-{number}.safetensors")
+    files = {name: f"model-{number}.safetensors" for number, name in enumerate(UNTIED)}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    save_file(UNTIED, tmp_path / "consolidated.safetensors")
     assert PolicySize.of_folder(tmp_path) == UNTIED_SIZE
+    sizes = RunFiles.of(tmp_path, ()).sizes
+    assert {Path(path).name for path in sizes} == {tmp_path.name, "config.json", INDEX, *files.values()}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,13 @@ from service.run.folder import REVISIONS
 
 FIRST, SECOND = "a" * 40, "b" * 40
 ROWS = b'{"prompt": "?"}\n'
-MODEL_FILES = {"config.json": b"{}", "model.safetensors": b"w", "pytorch_model.bin": b"p", "other/a.json": b""}
+MODEL_FILES = {
+    "config.json": b"{}",
+    "model.safetensors": b"w",
+    "pytorch_model.bin": b"p",
+    "other/a.json": b"",
+    "consolidated.safetensors": b"w",
+}
 FILES = {"models/org/tiny": MODEL_FILES, "datasets/org/words": {"main/train.jsonl": ROWS, "main/test.jsonl": b""}}
 SETTINGS = ["model.make=null", "model.warm_start=null", "data.make_rows=null", "model.path=hf:org/tiny"]
 SETTINGS += ["data.train=hf:org/words@v1:main/train.jsonl", "data.eval.a=hf:org/words@v1:main/test.jsonl"]
