@@ -32,7 +32,8 @@ from service.handoff.verbs import Claim
 from service.rollout.chat.chat import Chat
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import AgentSession, Task
-from service.rollout.prompts.dataset import load_tasks, write_rows
+from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.rows import write_rows
 from service.types import Int32s, PolicyVersion, TrajectoryId
 
 NAME = "benchmarks.agents"

@@ -27,7 +27,8 @@ from service.handoff.ledger.state import VersionHistory
 from service.learn.model.policy import Policy
 from service.learn.settings import LearnSettings
 from service.rollout.environment import Message, Task
-from service.rollout.prompts.dataset import load_tasks, write_rows
+from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.rows import write_rows
 from service.types import MiniBatch, PolicyVersion
 
 MODEL, RECIPE = Path("models/SmolLM2-135M-Instruct"), Path("configs/smollm2_guess.yaml")

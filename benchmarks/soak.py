@@ -40,7 +40,8 @@ from service.handoff.journal.journal import Journal
 from service.handoff.steps.tables import step_group
 from service.handoff.steps.wire import encode
 from service.handoff.verbs import Assignment, Claim, Receipt
-from service.rollout.prompts.dataset import load_tasks, rows_digest, write_rows
+from service.rollout.prompts.dataset import load_tasks, rows_digest
+from service.rollout.prompts.rows import write_rows
 from service.types import PolicyVersion, Sender, Step, TrajectoryEnd, TrajectoryId
 
 VOCABULARY = 32_000

@@ -52,7 +52,7 @@ def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
 def extended(digest: bytes, message: Message) -> bytes:
     """The digest of a conversation with one more message."""
     role, content = message["role"], message["content"]
-    calls = [call["function"] for call in message.get("tool_calls", ())]  # type: ignore[attr-defined]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
     said = content.strip() if role == "assistant" else content
     # Lengths in front make the bytes unambiguous; JSON of a long text takes ten times as long.
     text = f"{len(role)}:{role}{len(said)}:{said}".encode(errors="surrogatepass")

@@ -26,7 +26,7 @@ from actors.driver.prepare import prepare
 from scripts.dashboards.pages import DASHBOARDS
 from service.config import load_config
 from service.observe.metrics_table import TABLE
-from service.rollout.prompts.dataset import write_rows
+from service.rollout.prompts.rows import write_rows
 from service.run.folder import TARGETS
 from tests.waiting import free_port, until
 

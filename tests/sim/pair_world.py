@@ -49,7 +49,8 @@ from service.handoff.steps.values import Routing
 from service.handoff.steps.wire import decode, decode_mini_batch
 from service.handoff.verbs import Receipt
 from service.observe.metrics import Metrics
-from service.rollout.prompts.dataset import load_tasks, write_rows
+from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.rows import write_rows
 from service.run.preparing.inputs import Prepared
 from service.run.records.writer import RunWriter
 from service.types import MiniBatch, Refusal, StepGroup

@@ -22,7 +22,7 @@ from service.rollout.chat.chat import Chat, MessagesRefused
 from service.rollout.chat.conversation import Conversation, generation_of
 from service.rollout.engine import Mode
 from service.rollout.environment import Message
-from service.rollout.prompts.dataset import read_rows
+from service.rollout.prompts.rows import messages_of, read_rows
 from service.types import SupervisedRow
 
 FORM = 'a row is {"messages": [{"role": "system, user, assistant or tool", "content": "a text"}, ...]}'
@@ -74,9 +74,8 @@ def unknown_note(rows: Sequence[SupervisedRow], chat: Chat) -> str | None:
 
 def _messages(columns: Any) -> list[Message]:
     """The messages of a row; raises `ValueError` with what is wrong."""
-    given = columns.get("messages") if isinstance(columns, dict) else None
-    if isinstance(given, Sequence) and all(isinstance(message, dict) for message in given):
-        columns |= {"messages": [{key: of for key, of in one.items() if of is not None} for one in given]}
+    if isinstance(columns, dict) and "messages" in columns:
+        columns |= {"messages": messages_of(columns["messages"])}
     try:
         row = msgspec.convert(columns, _ConversationRow)
     except msgspec.ValidationError as error:

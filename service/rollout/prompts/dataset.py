@@ -3,7 +3,8 @@
     {"prompt": [{"role": "user", "content": "..."}], "env_class": "gsm8k",
      "reward_spec": {"method": "rule", "ground_truth": "42"}, "extra_info": {"index": 7}, "data_source": "openai/gsm8k"}
 
-`prompt` is required; a plain text counts as one user message. verl's column `reward_model` is read as `reward_spec`.
+`prompt` is required; a plain text counts as one user message, and messages keep all their fields. A column of messages
+or objects may have their JSON text. verl's column `reward_model` is read as `reward_spec`.
 `uid` names the row in logs and journals; the default is the file's name and the row's number. `tools` (JSON schemas) go
 into the chat template, and `temperature` replaces the configured value. All other columns are added to `extra_info`. A
 row's texts, depth and size have the same limits as an environment's answers.
@@ -13,26 +14,26 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 
 from service.config.rollout import COLDEST, HOTTEST
 from service.errors import RunFailed, UserError
-from service.files import atomic_file
 from service.rollout.chat.tools import MAX_DEPTH, is_shallow
-from service.rollout.environment import Message, Task, is_text
+from service.rollout.environment import Message, Task
+from service.rollout.prompts.rows import messages_of, read_rows
 
 ENCODED = frozenset({"uid", "prompt", "env_class", "tools"})
 """Columns whose texts are written to prompts, logs and journals, so they must be valid UTF-8."""
-COLUMN_CHARACTERS = 1 << 24
-"""Maximum characters of one column in one row, as JSON."""
+OBJECTS = frozenset({"prompt", "tools", "reward_spec", "reward_model", "extra_info"})
+"""Columns of objects or of lists of objects, which may be texts in JSON."""
+COLUMN_BYTES = 1 << 24
+"""Maximum bytes of one column in one row, as JSON."""
 MAX_UID_LENGTH = 512
 """Maximum characters of a uid. A message to the buffer lists the uid of every step in its header, whose size is
 limited."""
@@ -84,60 +85,6 @@ def rows_digest(tasks: Sequence[Task]) -> str:
     return digest.hexdigest()
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows as JSONL; an existing file is replaced atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as partial, partial.open("w", encoding="utf-8") as file:
-        for number, row in enumerate(rows):
-            try:
-                line = json.dumps(row, ensure_ascii=False)
-            except (TypeError, ValueError, RecursionError) as error:  # another type, a cycle, or too deep
-                raise UserError(f"dataset {path}, row {number}: a value cannot be written as JSON: {error}") from error
-            # Half a surrogate pair cannot be encoded as UTF-8, but JSON can escape it.
-            file.write(f"{line if is_text(line) else json.dumps(row)}\n")
-
-
-def read_rows(path: Path) -> list[Any]:
-    """The rows of a JSONL or parquet file, without checks of their content.
-
-    Raises:
-        UserError: the file does not exist, or cannot be read.
-    """
-    if not path.is_file():
-        raise UserError(f"dataset {path}: there is no such file")
-    if path.suffix == ".parquet":
-        try:
-            return list(pq.read_table(path).to_pylist())
-        except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-            # pyarrow's errors differ between broken bytes and values out of Python's range, such as the year 300000.
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"dataset {path}: no parquet file that can be read: {reason}") from error
-    if path.suffix == ".jsonl":
-        return _read_jsonl(path)
-    raise UserError(f"dataset {path}: it ends in {path.suffix!r}; give a .jsonl or a .parquet file")
-
-
-def _read_jsonl(path: Path) -> list[Any]:
-    rows = []
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # some editors begin a file with a byte order mark
-    except UnicodeDecodeError as error:
-        raise UserError(f"dataset {path}: not UTF-8: {error}") from error
-    except OSError as error:
-        raise UserError(f"dataset {path}: cannot be read: {error.strerror}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            place, what = f"line {number}", str(error)
-            if isinstance(error, json.JSONDecodeError):
-                place, what = f"{place}, column {error.colno}", error.msg
-            raise UserError(f"dataset {path}, row {len(rows)}: no JSON: {what} ({place})") from error
-    return rows
-
-
 class _RowColumns(msgspec.Struct):
     """The columns that Baton reads; other columns are added to `extra_info`."""
 
@@ -154,6 +101,12 @@ class _RowColumns(msgspec.Struct):
 def _task(columns: Mapping[Any, Any], number: int, path: Path) -> Task:
     """A checked row; errors name file, row and column."""
     plain = {str(column): _checked(str(column), value, number, path) for column, value in columns.items()}
+    for column in OBJECTS & plain.keys():
+        try:
+            read = _read_text(column, value := plain[column])
+        except (ValueError, RecursionError) as error:
+            raise _error(path, number, column, f"no JSON: {error}") from error
+        plain[column] = value if read is value else _checked(column, read, number, path)
     if not plain.get("prompt"):
         others = [column for column in plain if column != "prompt"]
         hint = ""
@@ -163,11 +116,6 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path) -> Task:
             hint = f" (the row has {', '.join(others):.80}: data.columns names the prompt's column)"
         wanted = "give a text or a list of messages with role and content"
         raise _error(path, number, "prompt", f"is missing{hint}; {wanted}")
-    if isinstance(tools := plain.get("tools"), str) and tools.startswith("["):
-        try:
-            plain["tools"] = _checked("tools", json.loads(tools), number, path)
-        except (ValueError, RecursionError) as error:
-            raise _error(path, number, "tools", f"no JSON: {error}") from error
     try:
         row = msgspec.convert(plain, _RowColumns)
     except msgspec.ValidationError as error:
@@ -178,7 +126,8 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path) -> Task:
         raise _error(path, number, column, f"{where}{problem}{value}") from error
     return Task(
         uid=row.uid or f"{path.stem}-{number}",
-        prompt=(Message(role="user", content=row.prompt),) if isinstance(row.prompt, str) else tuple(row.prompt),
+        # Templates may read further fields of messages than those that are checked.
+        prompt=(Message(role="user", content=row.prompt),) if isinstance(row.prompt, str) else tuple(plain["prompt"]),
         env_class=row.env_class or "",
         reward_spec=row.reward_spec or row.reward_model or {},
         extra_info={name: of for name, of in plain.items() if name not in _RowColumns.__struct_fields__}
@@ -188,19 +137,31 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path) -> Task:
     )
 
 
+def _read_text(column: str, value: Any) -> Any:
+    """The objects in a text of JSON; any other value unchanged."""
+    if column == "prompt":
+        return messages_of(value)
+    if column == "tools" and isinstance(value, list):
+        return [json.loads(one) if isinstance(one, str) else one for one in value]
+    is_json = isinstance(value, str) and value.lstrip().startswith("[" if column == "tools" else "{")
+    return json.loads(value) if is_json else value
+
+
 def _checked(column: str, value: Any, number: int, path: Path) -> Any:
     """The value of a column, if it is not too large and not nested too deeply."""
-    deep = f"is nested too deeply; allowed are {MAX_DEPTH} levels"
-    try:
-        text = json.dumps(value, ensure_ascii=False, default=str)
-    except RecursionError as error:
-        raise _error(path, number, column, deep) from error
-    if len(text) > COLUMN_CHARACTERS:
-        raise _error(path, number, column, f"is too large; allowed are {COLUMN_CHARACTERS} characters in all")
+    if value is None or isinstance(value, bool | int | float):
+        return value
     if not is_shallow(value):
-        raise _error(path, number, column, deep)
-    if column in ENCODED and not is_text(text):
-        raise _error(path, number, column, "holds half a surrogate pair; allowed is text that UTF-8 can encode")
+        raise _error(path, number, column, f"is nested too deeply; allowed are {MAX_DEPTH} levels")
+    try:
+        size = len(value.encode() if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str))
+    except UnicodeEncodeError as error:
+        if column in ENCODED:
+            told = "holds half a surrogate pair; allowed is text that UTF-8 can encode"
+            raise _error(path, number, column, told) from error
+        size = len(json.dumps(value, default=str))
+    if size > COLUMN_BYTES:
+        raise _error(path, number, column, f"is too large; allowed are {COLUMN_BYTES} bytes in all")
     return value
 
 

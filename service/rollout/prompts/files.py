@@ -19,7 +19,8 @@ from typing import Any
 from service.config.rollout import MADE_SET, ColumnsConfig, DataConfig, EnvConfig, MixturePart
 from service.errors import UserError
 from service.rollout.environments.registry import synthetic_data
-from service.rollout.prompts.dataset import read_rows, tasks_of, write_rows
+from service.rollout.prompts.dataset import tasks_of
+from service.rollout.prompts.rows import MESSAGES, read_rows, write_rows
 
 BOX = "\\boxed{"
 EVAL_SEED = 1 << 32
@@ -128,8 +129,7 @@ def _row(row: Any, columns: ColumnsConfig, where: str) -> Any:
     elif "prompt" not in found:
         raise UserError(f"{where}: there is no column {columns.prompt!r} (data.columns.prompt), only {_names(row)}")
     if columns.ground_truth in found:
-        given = found.pop(columns.ground_truth)
-        text = "" if given is None else str(given)
+        text = str(found.pop(columns.ground_truth))
         answer = {"text": text, "hashes": after_hashes(text), "boxed": boxed(text)}[columns.answer]
         if not answer:
             raise UserError(
@@ -141,7 +141,7 @@ def _row(row: Any, columns: ColumnsConfig, where: str) -> Any:
         raise UserError(
             f"{where}: there is no column {columns.ground_truth!r} (data.columns.ground_truth), only {_names(row)}"
         )
-    if columns.instruction and isinstance(found["prompt"], str):
+    if columns.instruction and isinstance(found["prompt"], str) and not MESSAGES.match(found["prompt"]):
         found["prompt"] += f"\n{columns.instruction}"
     return found
 

@@ -34,7 +34,7 @@ from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, StepResult, Task
-from service.rollout.prompts.dataset import write_rows
+from service.rollout.prompts.rows import write_rows
 from service.types import NO_VERSION, Int32s, PolicyVersion, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.actors.fakes import until
 

@@ -35,7 +35,8 @@ from service.handoff.steps.values import MAX_REWARD, NEEDED
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.environment import AgentSession, Task
-from service.rollout.prompts.dataset import load_tasks, write_rows
+from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.rows import write_rows
 from service.rollout.run_secret import SECRET_FILE, RunSecret, run_secret
 from service.rollout.step_sinks import StepColumns
 from service.types import TrajectoryEnd, TrajectoryId

@@ -30,7 +30,7 @@ from service.handoff.ledger.replaying import apply_frame, message_of
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
-from service.rollout.prompts.dataset import write_rows
+from service.rollout.prompts.rows import write_rows
 from tests.invariant import violations
 from tests.pure.agents.outside import TURNS
 

@@ -38,7 +38,8 @@ from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.check_inputs import check_inputs
 from service.rollout.env_guard import call_agent
 from service.rollout.environment import AgentSession, Task
-from service.rollout.prompts.dataset import load_tasks, write_rows
+from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.rows import write_rows
 from service.rollout.step_sinks import StepColumns
 from service.types import Sender, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.agents.endpoint import whole

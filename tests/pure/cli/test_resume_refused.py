@@ -27,7 +27,8 @@ from service.learn.model.hf_config import read_config
 from service.learn.model.optimizer import MOMENTS
 from service.learn.model.policy_model import trained_shapes
 from service.rollout.environments.registry import synthetic_data
-from service.rollout.prompts.dataset import rows_digest, write_rows
+from service.rollout.prompts.dataset import rows_digest
+from service.rollout.prompts.rows import write_rows
 from service.run.checkpoints import TRAINER, Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, DRIVER_LOG, JOURNAL, LOGS, METRICS, SUMMARY, TARGETS
 from service.run.preparing.inputs import Prepared

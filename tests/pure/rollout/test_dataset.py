@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from service.errors import UserError
-from service.rollout.prompts.dataset import COLUMN_CHARACTERS, load_tasks, rows_digest, write_rows
+from service.rollout.prompts.dataset import COLUMN_BYTES, load_tasks, rows_digest
+from service.rollout.prompts.rows import write_rows
 
 PROMPT = [{"role": "user", "content": "6 times 7?"}]
 
@@ -89,7 +91,7 @@ def test_a_plain_text_is_one_message_of_the_user_in_files_as_other_systems_write
         ({"prompt": PROMPT, "env_class": "\ud800"}, "row 1, column env_class: holds half a surr"),
         ({"prompt": PROMPT, "tools": [{"name": "\ud800"}]}, "row 1, column tools: holds half a surr"),
         ({"prompt": PROMPT, "note": nested(350)}, "column note: is nested too deeply; allowed are 64 levels"),
-        ({"prompt": "x" * (COLUMN_CHARACTERS + 1)}, "column prompt: is too large; allowed are 16777216 characters"),
+        ({"prompt": "x" * (COLUMN_BYTES + 1)}, "column prompt: is too large; allowed are 16777216 bytes"),
     ],
 )
 def test_a_bad_row_is_named_by_row_and_column(tmp_path: Path, row: Any, message: str) -> None:
@@ -151,3 +153,94 @@ def test_the_digest_of_rows_changes_with_their_content_and_order_alone(tmp_path:
     assert rows_digest(load_tasks(written(tmp_path, turned, second))) == digest
     assert rows_digest(load_tasks(written(tmp_path, first | change, second))) != digest
     assert rows_digest(load_tasks(written(tmp_path, second, first))) != digest
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": {"query": "x"}}}
+TALK = [
+    {"role": "user", "content": "hi", "name": "Ann"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "look", "other": 1},
+    {"role": "tool", "content": "17", "tool_call_id": "c1", "name": "find"},
+]
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+
+UNLIKE = [
+    {"prompt": TALK, "tools": [tool("find", q={"type": "string"}), tool("add", a={"n": [1]})], "reward_spec": {"a": 1}},
+    {"prompt": [TALK[0]], "extra_info": {"x": {"y": 2}}, "reward_spec": {"b": [{"c": 1}, {"d": None}]}, "level": 3},
+]
+
+
+@pytest.mark.parametrize("in_json", [False, True])
+def test_rows_from_parquet_and_from_json_texts_are_the_rows_of_jsonl(tmp_path: Path, in_json: bool) -> None:
+    plain = load_tasks(written(tmp_path, *UNLIKE))
+    assert list(plain[0].prompt) == TALK
+    assert plain[0].tools == tuple(UNLIKE[0]["tools"])
+    assert plain[1].extra_info == {"x": {"y": 2}, "level": 3}
+    assert plain[1].reward_spec == {"b": [{"c": 1}, {}]}
+    rows = [{name: json.dumps(of) if in_json else of for name, of in row.items()} for row in UNLIKE]
+    columns = {name: [row.get(name) for row in rows] for name in {**rows[0], **rows[1]}}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    read = load_tasks(tmp_path / "rows.parquet")
+    if in_json:
+        plain[1].reward_spec["b"][1]["d"] = None  # an object in a text is not changed
+        plain[1].extra_info["level"] = "3"  # type: ignore[index]
+    assert read == plain
+
+
+@pytest.mark.parametrize(
+    "begins", ["[{'role': 'user', 'content': 'hi'}]", '[{"role": "user"', '[{"from": "human", "value": "hi"}]']
+)
+def test_a_text_that_is_meant_as_messages_is_never_the_users_text(tmp_path: Path, begins: str) -> None:
+    with pytest.raises(UserError, match="row 0, column prompt"):
+        load_tasks(written(tmp_path, {"prompt": begins}))
+    for text in ("[1, 2]", "{x}", '[{"a": 1}]', "[INST]"):
+        (task,) = load_tasks(written(tmp_path, {"prompt": text}))
+        assert list(task.prompt) == [{"role": "user", "content": text}]
+
+
+def test_a_folder_is_read_if_it_holds_all_shards_of_one_dataset(tmp_path: Path) -> None:
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    (tmp_path / "hub" / "README.md").touch()
+    shards = [tmp_path / "hub" / "data" / f"train-0000{i}-of-00002.parquet" for i in range(2)]
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), shards[0])
+    with pytest.raises(UserError, match="1 of 2 shards"):
+        load_tasks(tmp_path / "hub")
+    pq.write_table(pa.table({"prompt": ["c"]}), shards[1])
+    tasks = load_tasks(tmp_path / "hub")
+    assert [(task.uid, task.prompt[0]["content"]) for task in tasks] == [("hub-0", "a"), ("hub-1", "b"), ("hub-2", "c")]
+    for other in ("test-00000-of-00001.parquet", "train-00002.jsonl"):
+        (shards[0].parent / other).touch()
+        with pytest.raises(UserError, match="several datasets"):
+            load_tasks(tmp_path / "hub")
+        (shards[0].parent / other).unlink()
+    with pytest.raises(UserError, match=r"no \.jsonl or \.parquet"):
+        load_tasks(tmp_path)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_text_that_parquet_stores_once_for_many_rows_is_kept_once(tmp_path: Path, nested: bool) -> None:
+    text = "a" * 100_000
+    prompt: Any = [{"role": "user", "content": text}] if nested else text
+    table = pa.table({"prompt": [prompt] * 100})
+    if not nested:
+        table = table.set_column(0, "prompt", table["prompt"].dictionary_encode())
+    with pq.ParquetWriter(tmp_path / "rows.parquet", table.schema) as file:
+        for _ in range(20):
+            file.write_table(table)
+    tracemalloc.start()
+    tasks = load_tasks(tmp_path / "rows.parquet")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(tasks) == 2000 and tasks[-1].prompt[0]["content"] == text
+    assert peak < 60 << 20
+
+
+def test_few_bytes_that_stand_for_endless_lists_are_refused(tmp_path: Path) -> None:
+    n = 3_000_000
+    endless = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), pa.nulls(n, pa.int8()))
+    pq.write_table(pa.table({"prompt": ["a"], "x": endless}), tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match="more than 1000 values"):
+        load_tasks(tmp_path / "rows.parquet")

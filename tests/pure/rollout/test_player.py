@@ -26,7 +26,7 @@ from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, StepResult, Task
-from service.rollout.prompts.dataset import write_rows
+from service.rollout.prompts.rows import write_rows
 from service.rollout.step_sinks import StepColumns
 from service.types import EvaluationId, Int32s, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import ScriptedEngine

@@ -1,0 +1,175 @@
+"""Reads rows from JSONL and parquet, from one file or a folder of shards, and writes JSONL.
+
+A field that is null is left out, at every depth, because parquet gives each object the fields of all objects of its
+column. An object in a text is not changed.
+
+    rows             {"x": 1}, {"y": 2}
+    in parquet       {"x": 1, "y": null}, {"x": null, "y": 2}
+    as read          {"x": 1}, {"y": 2}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from service.errors import UserError
+from service.files import atomic_file
+from service.rollout.environment import is_text
+
+SUFFIXES = (".jsonl", ".parquet")
+NUMBER = re.compile(r"\d+(?:-of-(\d+))?")
+"""The number of a shard in a file's name, and the number of shards if the name has it."""
+BATCH_ROWS = 256
+"""Rows that are expanded at once: parquet may store a long text once for all rows."""
+MOST_VALUES = 1000
+"""Maximum values of a list column for each row, on average; few bytes of parquet can stand for endless lists."""
+MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
+"""The beginning of a text that is meant as a list of messages."""
+
+
+def read_rows(path: Path) -> list[Any]:
+    """The rows of a JSONL or parquet file, or of all shards in a folder, without checks of their content.
+
+    Raises:
+        UserError: the file does not exist, or cannot be read; or the folder does not hold exactly one dataset.
+    """
+    if path.is_dir():
+        return [row for shard in _shards(path) for row in read_rows(shard)]
+    if not path.is_file():
+        raise UserError(f"dataset {path}: there is no such file")
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"dataset {path}: it ends in {path.suffix!r}; give a .jsonl or a .parquet file")
+    return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as JSONL; an existing file is replaced atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as partial, partial.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(rows):
+            try:
+                line = json.dumps(row, ensure_ascii=False)
+            except (TypeError, ValueError, RecursionError) as error:  # another type, a cycle, or too deep
+                raise UserError(f"dataset {path}, row {number}: a value cannot be written as JSON: {error}") from error
+            # Half a surrogate pair cannot be encoded as UTF-8, but JSON can escape it.
+            file.write(f"{line if is_text(line) else json.dumps(row)}\n")
+
+
+def messages_of(value: Any) -> Any:
+    """The messages that a text gives as JSON, without fields that are null; any other value unchanged.
+
+    Raises:
+        ValueError: the text begins like messages, but is no JSON.
+    """
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        try:
+            read = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            if MESSAGES.match(value):
+                raise ValueError(f"the text begins like a list of messages, but is no JSON: {error}") from error
+            return value
+        given = [read] if isinstance(read, dict) else read
+        if not given or not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+            return value
+        if not all({"role", "from"} & one.keys() for one in given) or not {"content", "value"} & given[0].keys():
+            return value
+        return [{name: of for name, of in one.items() if of is not None} for one in given]
+    return value
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files of the one dataset in a folder or in its subfolders, in order."""
+    files: list[Path] = []
+    for depth in ("*", "*/*"):
+        if not any(file.suffix in SUFFIXES for file in files):
+            found = [file.relative_to(folder) for file in sorted(folder.glob(depth)) if file.is_file()]
+            files = [folder / file for file in found if not str(file).startswith(".")]
+    sets: dict[tuple[Path, str], list[Path]] = defaultdict(list)
+    for file in files:
+        sets[file.parent, NUMBER.sub("", file.name.partition(".")[0])].append(file)
+    datasets = [shards for shards in sets.values() if any(file.suffix in SUFFIXES for file in shards)]
+    if len(datasets) != 1 or len({file.suffix for file in datasets[0]}) > 1:
+        several = ", ".join(str(file.relative_to(folder)) for shards in datasets for file in shards)[:200]
+        holds = f"several datasets ({several})" if several else "no .jsonl or .parquet file"
+        raise UserError(
+            f"dataset {folder}: the folder holds {holds}; give a file, or a folder with one dataset's files"
+        )
+    (shards,) = datasets
+    if (number := NUMBER.search(shards[0].name)) and number[1] and int(number[1]) != len(shards):
+        raise UserError(f"dataset {folder}: {len(shards)} of {int(number[1])} shards are there; fetch the others too")
+    return shards
+
+
+def _read_parquet(path: Path) -> list[Any]:
+    rows: list[Any] = []
+    known: dict[str, str] = {}
+    try:
+        with pq.ParquetFile(path) as file:
+            for group in (file.metadata.row_group(i) for i in range(file.num_row_groups)):
+                columns = (group.column(i) for i in range(group.num_columns))
+                if any(column.num_values > MOST_VALUES * (group.num_rows + MOST_VALUES) for column in columns):
+                    raise ValueError(f"a column has more than {MOST_VALUES} values for each row")
+            for batch in file.iter_batches(BATCH_ROWS):
+                rows += _values(batch.to_struct_array(), known)
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        # pyarrow's errors differ between broken bytes and values out of Python's range, such as the year 300000.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"dataset {path}: no parquet file that can be read: {reason}") from error
+    return rows
+
+
+def _values(array: pa.Array, known: dict[str, str]) -> list[Any]:
+    """The values of an Arrow array; structs lack null fields, and equal texts are one object, which `known` holds."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        if len(array) < len(array.dictionary):
+            return _values(array.dictionary_decode(), known)
+        named = _values(array.dictionary, known)
+        return [None if index is None else named[index] for index in array.indices.to_pylist()]
+    if pa.types.is_struct(kind):
+        names, columns = [field.name for field in kind], [_values(column, known) for column in array.flatten()]
+        rows = zip(*columns, strict=True) if columns else [()] * len(array)
+        return [
+            {name: value for name, value in zip(names, row, strict=True) if value is not None} if is_valid else None
+            for is_valid, row in zip(array.is_valid().to_pylist(), rows, strict=True)
+        ]
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        inner, lengths = iter(_values(array.flatten(), known)), pc.list_value_length(array).to_pylist()
+        return [None if length is None else list(islice(inner, length)) for length in lengths]
+    values: list[Any] = array.to_pylist(maps_as_pydicts="strict")
+    return [known.setdefault(value, value) if type(value) is str else value for value in values]
+
+
+def _read_jsonl(path: Path) -> list[Any]:
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise UserError(f"dataset {path}: not UTF-8: {error}") from error
+    except OSError as error:
+        raise UserError(f"dataset {path}: cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line, object_pairs_hook=_without_nulls))
+        except (ValueError, RecursionError) as error:
+            place, what = f"line {number}", str(error)
+            if isinstance(error, json.JSONDecodeError):
+                place, what = f"{place}, column {error.colno}", error.msg
+            raise UserError(f"dataset {path}, row {len(rows)}: no JSON: {what} ({place})") from error
+    return rows
+
+
+def _without_nulls(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in pairs if value is not None}
