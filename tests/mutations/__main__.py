@@ -26,12 +26,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
 HERE = Path(__file__).parent
 MOST_TIMES = 3.0
-"""A mutant counts as killed, because the tests hang, after this many times the seconds that they take without it."""
+"""A mutant counts as killed, because the tests hang, after this many times the CPU seconds that they take without it:
+other work on the machine changes nothing."""
 LEAST_DEADLINE = 40.0
+SLOWEST = 15.0
+"""Or after this many times these seconds on the clock: tests that wait take no CPU."""
 LIBRARIES = ("numpy", "msgspec", "xxhash", "pydantic", "yaml", "torch")
 """Imported once; the process of each mutant is a fork, which need not import them again."""
 SOURCES = ("service", "actors")
@@ -137,7 +141,7 @@ class Checker:
             self._tests.setdefault(path.name, []).append(path)
         self._clock = int(time.time())
         self._seconds: dict[tuple[str, ...], float] = {}
-        """Seconds that test files took when they first ran, by path."""
+        """CPU seconds that test files took when they first ran, by path."""
 
     def files(self, names: tuple[str, ...]) -> list[str]:
         """The paths of test files that exist."""
@@ -171,15 +175,15 @@ class Checker:
             finally:  # pytest itself failed
                 traceback.print_exc()
                 os._exit(1)
-        begun = time.monotonic()
-        deadline = begun + max(LEAST_DEADLINE, MOST_TIMES * self._seconds.get(tuple(files), 600.0))
-        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-            if time.monotonic() > deadline:
+        begun, process = time.monotonic(), psutil.Process(child)
+        most = max(LEAST_DEADLINE, MOST_TIMES * self._seconds.get(tuple(files), 600.0))
+        while not (ended := os.wait4(child, os.WNOHANG))[0]:
+            if sum(process.cpu_times()[:4]) > most or time.monotonic() > begun + SLOWEST * most:
                 os.killpg(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 return "the tests hang"
-            time.sleep(0.02)
-        self._seconds.setdefault(tuple(files), time.monotonic() - begun)
+            time.sleep(0.05)
+        self._seconds.setdefault(tuple(files), ended[2].ru_utime + ended[2].ru_stime)
         if failed.exists():
             return failed.read_text()
         return "survived" if ended[1] == 0 else "the tests break off"
