@@ -130,6 +130,9 @@ def _refuse_unfit_nodes(config: Config, has_gpu: bool) -> None:
     if config.weights.transport != "memory" and not has_gpu:
         how = f"weights.transport: {config.weights.transport}"
         raise UserError(f"{how} sends weights from GPU to GPU, but Ray has no GPU; use memory")
+    for name, scorer in config.scorers.items():
+        if has_gpu and scorer.model is not None and not scorer.gpus:
+            raise UserError(f"scorers.{name}.gpus: without a GPU of its own the engine would use a rank's; give it 1")
     if "RAY_ADDRESS" in os.environ:
         return
     refuse_foreign_labels(config, nodes())

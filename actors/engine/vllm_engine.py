@@ -129,6 +129,7 @@ class VllmEngine:
         await llm.update_weight_version(str(version.pack()))
         self._serve(version)
         warm_up = await self.generate(WARM_UP, Sampling(max_tokens=2), "warm-up")
+        await llm.collective_rpc("unlink_shared_memory")
         if arguments.get("enable_return_routed_experts"):
             self._expert_type = _checked_experts(self._model_folder, warm_up)
         self.counts.clear()
@@ -226,20 +227,11 @@ class VllmEngine:
 
     async def _load(self, llm: AsyncLLM, info: dict[str, Any], version: PolicyVersion, tries: int) -> None:
         """Load the weights or the adapter. If every try fails, the engine has parts of both and must not resume."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        for tried in range(1, tries + 1):
-            try:
-                if self._adapter is not None:
-                    await llm.collective_rpc("update_adapter", kwargs={"update_info": info})
-                else:
-                    await llm.start_weight_update()
-                    await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-                    await llm.finish_weight_update()
+        for _ in range(tries):
+            reasons = filter(None, await llm.collective_rpc("load_update", kwargs={"update_info": info}))
+            if (why := next(reasons, None)) is None:
                 return
-            except Exception as error:  # vLLM passes the worker's error on as a bare Exception
-                if tried == tries:
-                    raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries") from error
+        raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries: {why}")
 
     def _serve(self, version: PolicyVersion) -> None:
         self.serving = version

@@ -8,12 +8,14 @@ log.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.platforms import current_platform
 
 from actors.engine import text_models
@@ -39,6 +42,8 @@ from actors.weights.cuda_ipc import IPC_BACKEND, Handle, rebuild_arguments
 from actors.weights.memory import OpenMemory
 from actors.weights.policy_tensors import ADAPTER_ID, AdapterShapes, TensorSpec
 from actors.weights.pulled import WeightFile, file_of
+
+log = logging.getLogger(__name__)
 
 
 def allow_amx() -> None:
@@ -70,7 +75,17 @@ def _wait_and_end(owner_fd: int, core: int | None) -> None:
     poll.poll()
     if core is not None and os.getppid() == core:
         os.kill(core, signal.SIGKILL)
+    unlink_shared_memory()
     os._exit(1)
+
+
+def unlink_shared_memory() -> None:
+    """Remove the names of the shared memory that vLLM's processes have in common and this process has open. The memory
+    is then freed with the last of them, however they end."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.rpartition(" ")[2]
+        if path.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")):
+            Path(path).unlink(missing_ok=True)
 
 
 def repack_for_cpu(model: torch.nn.Module) -> None:
@@ -87,6 +102,15 @@ def repack_for_cpu(model: torch.nn.Module) -> None:
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None and hasattr(module, "w13_weight"):
             kernel.fused_experts.process_weights_after_loading(module)
+
+
+def abandon_reload(model: torch.nn.Module) -> None:
+    """Put the tensors of the layers that a failed update did not finish back, because vLLM would count what these
+    layers were given of it as given by the next update."""
+    for layer in model.modules():
+        if (info := get_layerwise_info(layer)).kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+            info.reset()
 
 
 @dataclass
@@ -225,7 +249,7 @@ class WorkerExtension:
     """Methods that the engine calls in addition to the methods of vLLM's worker; vLLM mixes this class into its
     worker."""
 
-    _slot: AdapterSlot
+    _slot: AdapterSlot | None = None
 
     def start_adapter(self: Any, shapes: AdapterShapes, rank: int, alpha: float) -> None:
         """Create the slot of the policy's adapter and fill it with an adapter that changes nothing, because a request
@@ -233,15 +257,33 @@ class WorkerExtension:
         self._slot = AdapterSlot(self.get_model(), rank, alpha)
         self._slot.load_weights((name, torch.zeros(shape)) for name, shape in shapes.items())
 
-    def update_adapter(self: Any, update_info: dict[str, Any]) -> None:
-        """Load the adapter that the weight transfer backend receives.
+    def unlink_shared_memory(self) -> None:
+        """See the function; call this once all processes of the engine have opened what they share."""
+        unlink_shared_memory()
 
-        This is not part of vLLM's weight update, because vLLM removes all adapters at the end of an update.
+    def load_update(self: Any, update_info: dict[str, Any]) -> str:
+        """Load the weights, or the adapter, that the weight transfer backend receives.
+
+        Returns an empty text, or why they are not loaded; then the worker may have parts of two versions, and takes
+        another update. It does not raise: vLLM would raise at the first worker that failed, and take the answers of the
+        others for answers to the next call.
         """
         engine: WeightTransferEngine[Any, Any] = self.weight_transfer_engine
-        engine.set_weight_update_target(self._slot, engine.model_config)
         try:
-            engine.update_weights(update_info)
+            if self._slot is not None:
+                # Not as a weight update of vLLM, which removes all adapters at its end.
+                engine.set_weight_update_target(self._slot, engine.model_config)
+                engine.update_weights(update_info)
+            else:
+                self.start_weight_update()
+                self.update_weights(update_info)
+                self.finish_weight_update()
+            return ""
+        except Exception as error:
+            log.exception("the update failed")
+            self._weight_update_active = False
+            abandon_reload(self.get_model())
+            return f"{type(error).__name__}: {error}"
         finally:
             engine.reset_weight_update_target()
 

@@ -16,7 +16,17 @@ from service.config import Config, LoraConfig, ModelConfig
 from service.errors import RunFailed
 from service.rollout.engine import Sampling
 from service.types import PolicyVersion
-from tests.e2e.test_engine import CONFIG, Observed, dense, difference, prompt, serving, weights_of
+from tests.e2e.test_engine import (
+    CONFIG,
+    WORKERS,
+    Observed,
+    dense,
+    difference,
+    of_workers,
+    prompt,
+    serving,
+    weights_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -79,10 +89,11 @@ class Unchecked(Observed):
             self._size = size
 
 
-@pytest.fixture(scope="module")
-def engine(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+@pytest.fixture(scope="module", params=WORKERS)
+def engine(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Serves `base()` as version 1.0 to begin with."""
-    with serving(tmp_path_factory.mktemp("base"), base(), CONFIG_OF_ADAPTERS, Unchecked) as engine:
+    config = of_workers(CONFIG_OF_ADAPTERS, request.param)
+    with serving(tmp_path_factory.mktemp("base"), base(), config, Unchecked) as engine:
         yield engine
 
 

@@ -110,6 +110,10 @@ class Observed(VllmEngine):
         finally:
             image.close()
 
+    async def fail_at(self, part: str, ranks: list[int], times: int) -> None:
+        """See `FailingWorker`."""
+        await self._running().collective_rpc("fail_at", args=(part, ranks, times))
+
     async def pid(self) -> int:
         return os.getpid()
 
@@ -148,10 +152,20 @@ def serving(*arguments: Any) -> Iterator[Any]:
     ray.kill(engine)
 
 
-@pytest.fixture(scope="module")
-def engine(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+WORKERS = [1, pytest.param(2, marks=pytest.mark.full)]
+"""Numbers of an engine's workers."""
+
+
+def of_workers(config: Config, workers: int, **options: Any) -> Config:
+    """The configuration of engines with so many workers, and these settings of the generator."""
+    generator = config.generator.model_copy(update={"tensor_parallel_size": workers, **options})
+    return config.model_copy(update={"generator": generator})
+
+
+@pytest.fixture(scope="module", params=WORKERS)
+def engine(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Serves `dense(0)` as version 1.0 to begin with."""
-    engine = started(tmp_path_factory.mktemp("dense"), dense(0))
+    engine = started(tmp_path_factory.mktemp("dense"), dense(0), of_workers(CONFIG, request.param))
     yield engine
     ray.kill(engine)
 
@@ -242,9 +256,10 @@ def test_turns_that_are_given_up_amid_updates_leave_nothing_behind(engine: Any) 
 
 
 def test_an_engine_never_resumes_on_weights_that_were_loaded_in_part(engine: Any) -> None:
+    """In the midst of a layer, which vLLM would else complete with tensors of the next update."""
     weights = weights_of(dense(1))
-    renamed = {name.replace("layers.1.mlp", "layers.1.lost"): tensor for name, tensor in weights.items()}
-    with pytest.raises(RunFailed, match="not loaded in 2 tries"):
+    renamed = {name.replace("layers.1.self_attn.v_", "layers.1.self_attn.lost_"): w for name, w in weights.items()}
+    with pytest.raises(RunFailed, match=r"not loaded in 2 tries: .*lost_proj"):
         ray.get(update(engine, 112, renamed))
     request = engine.generate.remote(prompt(1), Sampling(max_tokens=20), "r")
     assert ray.wait([request], timeout=1.0)[0] == []
@@ -252,6 +267,18 @@ def test_an_engine_never_resumes_on_weights_that_were_loaded_in_part(engine: Any
     generation = ray.get(request)
     assert difference(dense(1), prompt(1), generation, 1.0) < ATOL
     assert set(generation.versions.tolist()) == {PolicyVersion(1, 113).pack()}
+
+
+def processes_of(engine: Any) -> list[psutil.Process]:
+    """The engine's process, its core and its workers."""
+    owner = psutil.Process(ray.get(engine.pid.remote()))
+    return [owner, *owner.children(recursive=True)]
+
+
+def names_in_shared_memory(engine: Any) -> list[str]:
+    """What the engine's processes have open and what would stay if they were killed."""
+    lines = [line for each in processes_of(engine) for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines()]
+    return [line for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")]
 
 
 def core_of(engine: Any) -> tuple[psutil.Process, psutil.Process]:
@@ -272,11 +299,29 @@ def test_a_core_that_dies_amid_an_update_is_said_at_once(engine: Any) -> None:
         ray.get(updating, timeout=120)
 
 
-@pytest.fixture(scope="module")
-def small_engine(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def test_after_an_update_that_failed_in_some_workers_all_of_them_take_the_next(local_ray: None, tmp_path: Path) -> None:
+    options = {"worker_extension_cls": "tests.e2e.failing_worker.FailingWorker"}
+    with serving(tmp_path, dense(0), of_workers(CONFIG, 2, engine_options=options)) as engine:
+        assert names_in_shared_memory(engine) == []
+        failures = [("receive_weights", [1], 1), ("receive_weights", [0], 2), ("finish_weight_update", [0, 1], 2)]
+        for step, (part, ranks, times) in enumerate(failures, 1):
+            ray.get(engine.fail_at.remote(part, ranks, times))
+            if times > 1:
+                with pytest.raises(RunFailed, match=f"in 2 tries: WeightsGone: {part} of {ranks[0]}"):
+                    ray.get(update(engine, step, weights_of(dense(9))))
+            ray.get(update(engine, step, weights_of(dense(step))))
+            generation = ray.get(engine.generate.remote(prompt(step), Sampling(max_tokens=40), "r"))
+            assert difference(dense(step), prompt(step), generation, 1.0) < ATOL
+            assert set(generation.versions.tolist()) == {PolicyVersion(1, step).pack()}
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def small_engine(
+    request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     """A mixture of experts, whose KV cache holds hardly more than its longest request and is kept over updates."""
-    generator = CONFIG.generator.model_copy(update={"kv_cache_bytes": 13 * 32 * 1024})
-    config = CONFIG.model_copy(update={"generator": generator, "weights": WeightsConfig(kv_cache="keep")})
+    config = of_workers(CONFIG, request.param, kv_cache_bytes=13 * 32 * 1024 // request.param)
+    config = config.model_copy(update={"weights": WeightsConfig(kv_cache="keep")})
     engine = started(tmp_path_factory.mktemp("mixture"), mixture(0), config)
     yield engine
     ray.kill(engine)
@@ -314,7 +359,23 @@ def test_a_kv_cache_that_overflows_is_seen_and_loses_no_request(small_engine: An
 
 
 @pytest.mark.full
-def test_an_engines_core_ends_with_its_owner_also_when_that_is_killed(small_engine: Any) -> None:
-    owner, core = core_of(small_engine)
+def test_an_engines_processes_end_with_their_owner_also_when_that_is_killed(small_engine: Any) -> None:
+    owner, *others = processes_of(small_engine)
     owner.kill()
-    assert psutil.wait_procs([core], timeout=60)[1] == []
+    assert psutil.wait_procs(others, timeout=60)[1] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["EngineCore", "Worker_TP1"])
+def test_of_two_engines_on_a_node_one_that_loses_a_process_is_dead_and_the_other_serves(
+    local_ray: None, tmp_path: Path, victim: str
+) -> None:
+    config = of_workers(CONFIG, 2)
+    with serving(tmp_path / "one", dense(0), config) as one, serving(tmp_path / "other", dense(1), config) as other:
+        _, *others = processes_of(one)
+        next(process for process in others if victim in " ".join(process.cmdline())).kill()
+        assert psutil.wait_procs(others, timeout=60)[1] == []
+        with pytest.raises(RunFailed, match="the engine core died"):
+            ray.get(one.check.remote(60.0))
+        generation = ray.get(other.generate.remote(prompt(1), Sampling(max_tokens=40), "r"))
+        assert difference(dense(1), prompt(1), generation, 1.0) < ATOL

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from service.observe.not_learning import FRESH, LARGEST_FRACTION, MIN_TOKENS
+from service.observe.not_learning import FRESH, MIN_TOKENS
 from service.run.folder import LOGS, read_lines
 from service.run.records.timeline import timeline_events
 from tests.e2e.conftest import ENDLESS, MARK, QUICK, Drive, Driver, LeftOver
@@ -152,22 +154,48 @@ def test_a_run_whose_terminal_is_closed_ends_in_order(drive: Drive, left_over: L
     assert_stopped_in_order(run, left_over)
 
 
+TWO_WORKERS = [*QUICK, "generator.tensor_parallel_size=2", "weights.verify=true", "weights.verify_tolerance=1e-4"]
+
+
+def assert_engine_and_trainer_agree(run: Driver, steps: int) -> None:
+    """Within the tolerance of `weights.verify`, in each token of the newest policy."""
+    assert [line["trainer/global_step"] for line in run.lines()] == [*range(1, steps + 1)]
+    fresh = [line for line in run.lines() if line.get(f"{FRESH}/tokens", 0) >= MIN_TOKENS]
+    assert fresh and max(line[f"{FRESH}/differing_fraction"] for line in fresh) == 0
+
+
 def test_an_engine_of_two_workers_serves_what_the_trainer_publishes_and_the_run_evaluates_it(
     drive: Drive, left_over: LeftOver
 ) -> None:
     evaluated = ["data.eval_every=1", "data.eval_make_rows=8", "data.eval_samples=2"]
-    run = drive([*QUICK, *evaluated, "run.max_steps=2", "generator.tensor_parallel_size=2", "weights.verify=true"])
+    run = drive([*TWO_WORKERS, *evaluated, "run.max_steps=2"])
     run.finish()
-    lines = run.lines()
-    assert [line["trainer/global_step"] for line in lines] == [1, 2]
-    fresh = [line for line in lines if line.get(f"{FRESH}/tokens", 0) >= MIN_TOKENS]
-    assert fresh
-    assert all(line[f"{FRESH}/differing_fraction"] <= LARGEST_FRACTION for line in fresh)
+    assert_engine_and_trainer_agree(run, 2)
     evaluations = list(read_lines(run.folder / "evaluations.jsonl"))
     assert [found["step"] for found in evaluations] == [0, 1, 2]
     for found in evaluations:
         assert (found["prompts"], found["trajectories"], found["lost_trajectories"]) == (8, 16, 0)
     assert left_over(MARK, run.mark, END_SECONDS) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["dense", "mixture", "adapter"])
+def test_each_kind_of_policy_is_the_same_in_two_engines_of_two_workers_as_in_the_trainer(
+    drive: Drive, finished: Driver, tmp_path: Path, policy: str
+) -> None:
+    settings = ["model.lora.rank=4"] if policy == "adapter" else []
+    if policy == "mixture":
+        folder = tmp_path / "mixture"
+        shutil.copytree(finished.folder / "model", folder)
+        dense = json.loads((folder / "config.json").read_text())
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        config = Qwen3MoeConfig(**{name: dense[name] for name in dense if name not in ("model_type", "architectures")})
+        config.update(experts)
+        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+        settings = ["model.make=null", f"model.path={folder}"]
+    run = drive([*TWO_WORKERS, *settings, "generator.engines=2", "run.max_steps=10"])
+    run.finish()
+    assert_engine_and_trainer_agree(run, 10)
 
 
 @pytest.mark.full

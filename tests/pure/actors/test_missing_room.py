@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.driver.cluster import _refuse_unfit_nodes
 from actors.driver.placement import (
     Bundle,
     Node,
@@ -119,3 +120,13 @@ def test_the_quick_start_fits_one_gpu_and_two(gpus: int, tmp_path: Path) -> None
     config = load_config(["configs/quickstart.yaml"], settings)
     check(config)
     refuse_too_few_gpus(config, gpus)
+
+
+def test_a_teachers_engine_never_uses_the_gpu_of_a_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ray hides no GPU from an actor that asks for none."""
+    monkeypatch.setenv("RAY_ADDRESS", "pretended")
+    teacher = config(scorers={"teacher": {"kind": "teacher", "model": tmp_path}})
+    with pytest.raises(UserError, match=r"^scorers\.teacher\.gpus: "):
+        _refuse_unfit_nodes(teacher, has_gpu=True)
+    _refuse_unfit_nodes(teacher, has_gpu=False)
+    _refuse_unfit_nodes(config(scorers={"teacher": {"kind": "teacher", "model": tmp_path, "gpus": 1}}), has_gpu=True)

@@ -1,0 +1,25 @@
+"""A worker whose next updates fail where a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from actors.engine.worker_extension import WorkerExtension
+from service.errors import WeightsGone
+
+
+class FailingWorker(WorkerExtension):
+    """What an engine gets as `worker_extension_cls`."""
+
+    def fail_at(self: Any, part: str, ranks: Sequence[int], times: int) -> None:
+        """Let a part of an update of these workers fail, as if the weights had been replaced meanwhile."""
+        if self.rank in ranks:
+            engine, left = self.weight_transfer_engine, iter(range(times))
+
+            def fails(*arguments: Any) -> None:
+                if next(left, None) is not None:
+                    raise WeightsGone(f"{part} of {self.rank}")
+                getattr(type(engine), part)(engine, *arguments)
+
+            setattr(engine, part, fails)
