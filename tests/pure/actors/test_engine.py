@@ -88,10 +88,11 @@ class FakeVllm:
             raise self.completion
         yield SimpleNamespace(outputs=[self.completion], num_cached_tokens=4, metrics=None)
 
-    async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[str]:
+    async def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[str]:
         """The answers of two workers, of which the second may fail."""
-        self.infos.append(kwargs["update_info"])
-        self.load(kwargs["update_info"])
+        if kwargs is not None:
+            self.infos.append(kwargs["update_info"])
+            self.load(kwargs["update_info"])
         try:
             await self.does(method)
         except RuntimeError as error:
