@@ -303,7 +303,7 @@ def test_after_an_update_that_failed_in_some_workers_all_of_them_take_the_next(l
     options = {"worker_extension_cls": "tests.e2e.failing_worker.FailingWorker"}
     with serving(tmp_path, dense(0), of_workers(CONFIG, 2, engine_options=options)) as engine:
         assert names_in_shared_memory(engine) == []
-        failures = [("receive_weights", [1], 1), ("receive_weights", [0], 2), ("finish_weight_update", [0, 1], 2)]
+        failures = [("receive_weights", [0], 1), ("receive_weights", [1], 2), ("finish_weight_update", [0, 1], 2)]
         for step, (part, ranks, times) in enumerate(failures, 1):
             ray.get(engine.fail_at.remote(part, ranks, times))
             if times > 1:

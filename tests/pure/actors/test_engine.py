@@ -484,9 +484,14 @@ RECORDED = len(WARM_UP) + 3 - 1
 """Tokens of the warm-up whose experts are recorded: all but the last of three that are generated."""
 
 
+def mixture_in(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(MIXTURE))
+    (folder / "model.safetensors").write_bytes(save(WEIGHTS))
+
+
 async def start_on_gpu(engine: VllmEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, shape: Any) -> None:
     """Start an engine on a mixture of experts, which records experts of this shape."""
-    (folder / "config.json").write_text(json.dumps(MIXTURE))
+    mixture_in(folder)
     engine._model_folder = folder
     experts = None if shape is None else np.zeros(shape, np.int16)
     llm = FakeVllm()
@@ -505,7 +510,7 @@ async def test_settings_that_vllm_refuses_are_one_line_that_reaches_the_driver(
     def four_heads_in_three(heads: int) -> int:
         raise ValueError(f"{heads} heads in 3 parts")
 
-    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    mixture_in(tmp_path)
     engine._model_folder = tmp_path
     monkeypatch.setattr(actors.engine.vllm_engine, "_build", refuse)
     with pytest.raises(UserError, match=rf"^generator: vLLM refuses the settings for {tmp_path}: 4 heads in 3 parts$"):
