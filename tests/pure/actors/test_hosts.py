@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
-from types import SimpleNamespace
 
 import pytest
-import ray
 from ray._private.ray_logging import LogDeduplicator
-from ray.runtime_context import RuntimeContext
 
 from actors import SKIPPED
 from actors.driver import host_watch as driver_hosts
@@ -40,21 +36,6 @@ def test_each_host_and_what_it_holds_is_said_at_the_start_in_a_line_if_there_are
         "host 10.0.0.3 (spot): generator-0",
         "host 10.0.0.4: nothing of this run",
     ]
-
-
-def test_looking_at_the_hosts_prints_no_warning_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, node = ray.JobID.from_int(7), ray.NodeID.from_random()
-    buffer = {"Address": {"NodeID": node.hex()}, "Name": "buffer"}
-    tables = {(job, "ALIVE"): {"an actor": buffer}}
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    context = RuntimeContext(SimpleNamespace(current_job_id=job, current_node_id=node))
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(driver_hosts.cluster_state, "actor_table", lambda actor, job, state: tables[job, state])
-    monkeypatch.setattr(driver_hosts.cluster_state, "get_draining_nodes", lambda: {node.hex(): 7000})
-    one = {"NodeID": node.hex(), "Alive": True, "NodeManagerAddress": "10.0.0.1", "Labels": {}}
-    monkeypatch.setattr(ray, "nodes", lambda: [one])
-    with warnings.catch_warnings(action="error"):
-        assert driver_hosts.hosts() == {node.hex(): ClusterHost("10.0.0.1", ("buffer", "driver"), 7000)}
 
 
 def test_a_host_that_goes_is_said_once_with_what_it_held_and_one_that_joins_too() -> None:

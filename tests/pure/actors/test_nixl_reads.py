@@ -241,13 +241,6 @@ async def test_a_read_that_the_driver_did_not_wait_for_leaves_the_image_to_the_b
     assert rank.holder._memory.path == path and rank.is_held(1)
 
 
-async def test_an_error_of_our_own_is_not_taken_for_one_of_nixl(nixl: type[FakeAgent]) -> None:
-    ranks = Ranks(2)
-    ranks.publish(1)
-    with pytest.raises(ValueError, match="zip"):
-        await ranks.read(1, ranks.remotes()[:1])
-
-
 def test_without_nixl_its_plugins_or_rdma_a_rank_says_so(nixl: type[FakeAgent], rdma: Path) -> None:
     def without_plugins(name: str, config: Any) -> None:
         raise RuntimeError("No plugins available")

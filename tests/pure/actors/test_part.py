@@ -46,15 +46,6 @@ def test_an_image_of_the_buckets_of_all_parts_is_the_file(rows: list[int], n_ran
         assert read.keys() == of.keys() and all(torch.equal(read[name], tensor) for name, tensor in of.items())
 
 
-def test_one_rank_has_the_whole_file_in_one_span_and_two_have_each_row_once() -> None:
-    weights = {"a": torch.zeros(4, 2), "b": torch.ones(3)}
-    (alone,), (first, second) = copied(1, weights, 1), copied(1, weights, 2)
-    assert alone.part.spans == ((0, alone.part.n_bytes),)
-    header = alone.part.n_bytes - 4 * 11
-    assert first.part.spans == ((0, header + 16), (header + 32, 8))
-    assert second.part.spans == ((header + 16, 16), (header + 40, 4))
-
-
 @pytest.mark.parametrize("other", [[(4, 8)], [(16, 8)], []])
 def test_parts_that_leave_bytes_out_or_have_them_twice_are_refused(other: list[tuple[int, int]]) -> None:
     first = WeightPart.of_spans([(0, 8), (12, 4)])

@@ -8,8 +8,6 @@ from contextlib import closing
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.weights.memory import OpenMemory
@@ -91,17 +89,6 @@ def test_a_loader_that_would_write_into_the_ranks_memory_is_refused() -> None:
         with pytest.raises(TypeError, match="would change weights"):
             part[0] = 0
         assert torch.equal(part.clone(), WEIGHTS["a"][2:])
-
-
-@given(rows=st.lists(st.integers(1, 9), min_size=1, max_size=6), n_ranks=st.integers(1, 4))
-def test_every_tensor_is_whole_whatever_the_rows_of_each_rank(rows: list[int], n_ranks: int) -> None:
-    weights = {f"layers.{n}": torch.randn(of, 1 + n) for n, of in enumerate(rows)}
-    ranks = copied(1, weights, n_ranks)
-    for version in (2, 3):  # each of the two buffers
-        copied(version, weights, ranks)
-        with closing(WeightFile(version, sources(ranks))) as file:
-            read = {name: tensor.clone() for name, tensor in file.tensors()}
-        assert list(read) == list(weights) and all(torch.equal(read[name], weights[name]) for name in weights)
 
 
 def test_a_version_that_is_replaced_while_it_is_read_is_gone() -> None:

@@ -114,9 +114,10 @@ def anthropic():
 
     client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key=key)
     asked = {"model": "policy", "max_tokens": 500, "messages": [{"role": "user", "content": QUESTION}]}
-    return int(
-        client.beta.messages.tool_runner(tools=[anthropic.beta_tool(search)], **asked).until_done().content[0].text
-    )
+    asked["tools"] = [anthropic.beta_tool(search)]
+    runs = [client.beta.messages.tool_runner(stream=stream, **asked) for stream in (False, True)]
+    (said,) = {run.until_done().content[0].text for run in runs}
+    return int(said)
 
 
 print(json.dumps(globals()[library]()))

@@ -66,8 +66,12 @@ async def test_no_key_reaches_a_log(
     assert "a bug" in caplog.text and "key-of-session-" not in caplog.text
 
 
+NUMBERS = (b'{"x": NaN}', b'{"x": 1e999}', b'{"x": ' + b"9" * 5000 + b"}")
+"""No JSON, or beyond every float."""
+
+
 async def test_a_body_that_is_no_json_object_is_refused(session: Session, client: Client) -> None:
-    for raw in (b"", b"{", b"[]", b"\xff", b'{"a":' * 5000, b"null", b'{"messages": 5}'):
+    for raw in (b"", b"{", b"[]", b"\xff", b'{"a":' * 5000, b"null", b'{"messages": 5}', *NUMBERS):
         status, reply = await client.post(CHAT, raw)
         assert status == 400 and set(reply) == {"error"}, raw[:10]
     assert session.n_steps == 0

@@ -290,6 +290,10 @@ async def test_an_agent_is_silent_from_its_last_answer_or_request_on(
     assert (await asked)[0] == 200 and session.silence < 500.0
     session.heard -= 1000.0
     assert (await client.post("/rl/sessions/any/reward", {"reward": 1.0}))[0] == 200 and session.silence < 500.0
+    session.heard -= 1000.0
+    look = f"{house.address}/rl/sessions/any"
+    async with aiohttp.ClientSession(headers=client.headers) as http, http.get(look) as got:
+        assert got.status == 200 and session.silence < 500.0
 
 
 async def test_a_session_that_ends_gives_up_what_is_being_sampled(

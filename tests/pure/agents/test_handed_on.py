@@ -27,7 +27,6 @@ from service.agents import sessions
 from service.agents.session import Session
 from service.agents.sessions import Sessions, session_key
 from service.config import AgentsConfig, Config
-from service.config.checks import problems
 from service.config.rollout import EnvConfig, GeneratorConfig
 from service.errors import UserError
 from service.handoff.steps.tables import step_objects, steps_table
@@ -291,22 +290,6 @@ async def test_a_session_without_an_end_is_lost_and_its_trajectory_attempted_aga
         assert len(served.agents.sessions) == 0
 
 
-async def test_calls_and_looks_at_a_session_keep_it(model: Path, tasks: list[Task]) -> None:
-    async with aclosing(Served(model, silence=0.6)) as served:
-        playing = served.play(tasks[0])
-        session, *_ = await served.handed()
-        for turn in range(6):
-            await asyncio.sleep(0.2)
-            if turn % 2:
-                look = f"{served.agents.address}/rl/sessions/any"
-                async with served.http.get(look, headers={"x-api-key": session.key}) as got:
-                    assert got.status == 200
-            else:
-                assert (await served.post("/s/5-1-0" + CHAT, asked(tasks[0]) | {"user": str(turn)}))[0] == 200
-        assert not playing.done()
-        playing.cancel()
-
-
 async def test_a_session_outlives_its_generators_process(model: Path, tasks: list[Task]) -> None:
     path = "/s/5-1-0" + CHAT
     async with aclosing(Served(model)) as served:
@@ -386,12 +369,6 @@ def test_the_secret_of_a_run_lasts_and_only_its_user_reads_it(tmp_path: Path) ->
     (tmp_path / SECRET_FILE).write_text("no hex")
     with pytest.raises(UserError, match="no secret of a run"):
         run_secret(tmp_path)
-
-
-@pytest.mark.parametrize("port", [65535, 65534])
-def test_a_port_leaves_room_for_every_generator(port: int) -> None:
-    config = Config.model_validate({"generator": {"engines": 2}, "agents": {"port": port}})
-    assert any(problem.startswith("agents.port") for problem in problems(config)) == (port == 65535)
 
 
 async def test_of_sessions_that_were_abandoned_nothing_is_left_and_the_next_one_goes_on(

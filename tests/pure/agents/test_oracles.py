@@ -35,8 +35,6 @@ from tests.pure.rollout.test_agent import optimal
 from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON
 
 OPENENV, VERIFIERS = "openenv==0.10.0", "verifiers==0.4.0"
-MINI = "mini-swe-agent==2.4.6", "mcp"
-"""Brings litellm, which needs mcp."""
 ROOT = Path(__file__).parents[3]
 PROGRAM, SUMS = ROOT / "baton" / "examples" / "verifiers_agent.py", "verifiers_sums"
 
@@ -81,24 +79,6 @@ async def test_openenv_captures_in_front_of_the_endpoint_what_the_steps_say(byte
     (sequence,) = got["sequences"]
     assert sequence["trainable"] and sequence["input_ids"] == [*prompts[-1], *sampled]
     assert sequence["n_trainable"] == sum(int(step.loss_mask.sum()) for step in steps)
-
-
-async def test_the_trace_of_verifiers_client_for_training_equals_the_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python = python_with(VERIFIERS)
-    tokenizer = like_qwen3()
-    tokenizer.save_pretrained(tmp_path)
-    async with opened(Chat(tokenizer)) as house:
-        session = house.session()
-        monkeypatch.setenv("BATON_KEY", session.key)
-        varied(house, called(), "17", "<think>\nyes\n</think>\n\nsure")
-        (branch,) = await printed_by(python, "verifiers_program.py", f"{house.address}/v1", str(tmp_path))
-    assert [call.how for call in session.tree.calls] == ["root", "appended", "appended"]
-    row = row_of(house.steps)
-    assert branch["token_ids"] == row["token_ids"]
-    assert branch["sampled_mask"] == row["mask"]
-    assert branch["logprobs"] == row["logprobs"]
 
 
 async def test_a_taskset_of_verifiers_runs_as_a_command(tmp_path: Path) -> None:
@@ -146,23 +126,6 @@ def thought(chat: Chat, prompt: str) -> Generation:
     text = f"<think>\nwell\n</think>\n\n{0 if is_wrong else int(a) + int(b)}"
     ids = [*chat.encode(text).tolist(), chat.end_id]
     return replace(generated(ids), logprobs=-np.linspace(0.5, 1.5, len(ids), dtype=np.float32))
-
-
-async def test_harbor_reads_through_litellm_what_the_steps_say(bytes_chat: Chat) -> None:
-    """The fields that `harbor/llms/lite_llm.py` reads (Harbor at 24d87adf2e), with litellm itself."""
-    python = python_with(*MINI)
-    async with opened(bytes_chat) as house:
-        session = house.session()
-        varied(house, "<think>\nplan\n</think>\n\n16", "17")
-        got = await printed_by(python, "litellm_program.py", f"{house.address}/v1", session.key)
-    prompts = whole(house.steps)
-    for turn, step, prompt in zip(got["turns"], house.steps, prompts, strict=True):
-        sampled = step.response_ids[step.loss_mask].tolist()
-        assert (turn["prompt_token_ids"], turn["completion_token_ids"]) == (prompt, sampled)
-        assert turn["logprobs"] == logprobs_of(step)
-        assert turn["usage"] == [len(prompt), len(sampled)]
-    assert [(turn["content"], turn["reasoning"]) for turn in got["turns"]] == [("16", "plan"), ("17", None)]
-    assert "maximum context length" in got["refused"]
 
 
 def row_of(steps: Sequence[Step]) -> dict[str, list[Any]]:

@@ -95,13 +95,8 @@ ENDS: Mapping[str, tuple[Any, ...]] = {
     "a failure with a reward": (0.5, "failed"),
     "numbers of numpy": (np.float32(0.5), "ok", {"looks": np.int64(2)}),
     "a text": ("1.0",),
-    "an integer beyond every float": (10**400,),
-    "an array": (np.ones(2),),
     "an unknown status": (1.0, "fine"),
-    "a status that is no text": (1.0, ["ok"]),
-    "an info that is no mapping": (1.0, "ok", [1.0]),
     "an array in info": (1.0, "ok", {"a": np.ones(2)}),
-    "half a character in a name": (1.0, "ok", {"\ud800": 1.0}),
     "a name beyond the limit": (1.0, "ok", {"a" * 10**7: 1.0}),
 }
 """What an agent gives to `finish`."""
@@ -233,13 +228,8 @@ async def test_an_evaluation_plays_agents_too(model: Path, tasks: list[Task]) ->
         ("a failure with a reward", "stop", ""),
         ("numbers of numpy", "stop", ""),
         ("a text", "environment_reward", "session.finish: reward"),
-        ("an integer beyond every float", "environment_reward", "session.finish: reward"),
-        ("an array", "environment_reward", "session.finish: reward"),
         ("an unknown status", "environment_error", "session.finish: status"),
-        ("a status that is no text", "environment_error", "session.finish: status"),
-        ("an info that is no mapping", "environment_error", "session.finish: info"),
         ("an array in info", "environment_error", "session.finish: info"),
-        ("half a character in a name", "environment_error", "session.finish: info"),
         ("a name beyond the limit", "environment_error", "session.finish: info"),
     ],
 )
@@ -309,26 +299,6 @@ async def test_a_plain_function_plays_in_a_thread_and_fails_as_a_coroutine_does(
         assert why in "".join(agents.player.failures.values()) and bool(why) == bool(agents.player.failures)
 
 
-@pytest.mark.parametrize("name", [f"{HERE}:Sleeps", f"{HERE}:SleepsInAThread"])
-async def test_code_that_blocks_the_event_loop_is_named_with_its_line(
-    model: Path, tasks: list[Task], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr("service.observe.loop_watch.BLOCKED_SECONDS", 0.4)
-    monkeypatch.setattr("service.observe.loop_watch.LOOK_SECONDS", 0.1)
-    watch = LoopWatch()
-    async with aclosing(Playing(model, settings(name))) as agents:
-        await agents.one(tasks[0], TrajectoryId(0, 0))
-        await asyncio.sleep(0.2)
-    blocked = [line for line in caplog.text.splitlines() if "event loop" in line]
-    if name.endswith("InAThread"):
-        assert not blocked
-    else:
-        line = Sleeps.play.__code__.co_firstlineno + 1
-        assert f"by test_play.py:{line} play, in test_play.py:{line + 4} sleeps: until that returns" in blocked[0]
-        assert "set env.isolation=process" in blocked[0]
-        assert len(blocked) == 1 and blocked[0].endswith(await watch.blocked(0))
-
-
 class MadeTime:
     """Time that stands still, except while `blocks` runs: then each look takes `step` seconds."""
 
@@ -374,18 +344,10 @@ async def test_each_place_that_blocks_is_told_once_to_whoever_asks_and_none_whil
     for known, name in enumerate(["blocks", "blocks_too"]):
         line = await asyncio.wait_for(watch.blocked(known), 5.0)
         assert re.search(rf"by test_play.py:\d+ {name}, in threading.py:\d+ wait:", line)
+        assert "set env.isolation=process" in line
     assert len([line for line in caplog.messages if "event loop" in line]) == 3
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(watch.blocked(2), 0.1)
-
-
-class Sleeps:
-    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        self.sleeps()
-        session.finish(1.0)
-
-    def sleeps(self) -> None:
-        time.sleep(1.2)
 
 
 class WaitsInAThread:
@@ -407,12 +369,6 @@ async def test_a_cancelled_thread_is_waited_for_until_it_returns_or_is_cancelled
         agent.returns.set()
         await asyncio.wait([playing], timeout=60.0)
         assert playing.cancelled()
-
-
-class SleepsInAThread(Sleeps):
-    def play(self, session: AgentSession, task: Task, seed: int) -> None:  # type: ignore[override]
-        self.sleeps()
-        session.finish(1.0)
 
 
 FAILS = ("sh", "-c", "seq 100; echo no room left on the device >&2; exit 3")
@@ -438,12 +394,6 @@ async def test_a_failure_that_has_a_reward_is_trained_and_any_other_starts_again
     async with aclosing(Playing(model, again)) as playing:
         _, ended = await playing.one(tasks[0], TrajectoryId(0, 0))
         assert (ended.stop_reason, ended.reward) == end and bool(playing.player.failures) == (end[0] != "stop")
-
-
-@pytest.mark.parametrize("name", ["0", "01", "1.5", "a b", ""])
-def test_a_name_that_no_failure_can_have_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="exit_code_reward"):
-        AgentsConfig(exit_code_reward={name: 0.0})
 
 
 async def test_a_command_that_fails_says_why_with_the_end_of_its_output(model: Path, tasks: list[Task]) -> None:
@@ -477,19 +427,15 @@ async def test_an_agent_that_says_its_key_has_it_in_no_log_status_or_transcript(
         assert shown in said and KEYS[-1] not in said
 
 
-async def test_a_port_that_is_taken_is_one_clear_line(model: Path, tasks: list[Task]) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid", "a" * 64])
+async def test_an_address_that_cannot_be_taken_is_one_clear_line(model: Path, tasks: list[Task], host: str) -> None:
     taken = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
-    async with taken, aclosing(Playing(model, settings(DOES, AgentsConfig(port=port), what="hangs"))) as agents:
-        with pytest.raises(UserError, match=f"agents.port: the endpoint cannot listen on 127.0.0.1, port {port}"):
-            await agents.one(tasks[0], TrajectoryId(0, 0))
-
-
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 64])
-async def test_a_host_that_is_none_of_this_machine_is_one_clear_line(model: Path, tasks: list[Task], host: str) -> None:
-    async with aclosing(Playing(model, settings(DOES, AgentsConfig(host=host), what="hangs"))) as agents:
-        with pytest.raises(UserError, match=f"agents.host: the endpoint cannot listen on {host}, port 0: .+"):
-            await agents.one(tasks[0], TrajectoryId(0, 0))
+    named = "port" if host == "127.0.0.1" else "host"
+    agents = AgentsConfig(host=host, port=port)
+    async with taken, aclosing(Playing(model, settings(DOES, agents, what="hangs"))) as playing:
+        with pytest.raises(UserError, match=f"agents.{named}: the endpoint cannot listen on {host}, port {port}"):
+            await playing.one(tasks[0], TrajectoryId(0, 0))
 
 
 async def test_admission_reserves_what_a_session_may_have() -> None:

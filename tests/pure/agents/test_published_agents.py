@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
 from service.agents.call_roles import roles_of
-from service.agents.commands import AgentRunner, Finished
+from service.agents.commands import AgentRunner
 from service.config.rollout import CommandConfig
 from service.handoff.steps.values import Role
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, Task
-from tests.pure.agents.endpoint import House, opened, whole
+from tests.pure.agents.endpoint import opened, whole
 from tests.pure.agents.own_environment import IN_TIME, INSTALL_SECONDS, INSTALLED, python_with
-from tests.pure.agents.test_oracles import MINI
 
-CODEX = "@openai/codex@0.169"
-ON_NODE = {
-    "pi": ("@mariozechner/pi-coding-agent@0.73.1", "bash"),
-    "qwen": ("@qwen-code/qwen-code@0.24.4", "run_shell_command"),
-    "opencode": ("opencode-ai@1.18.33", "bash"),
-}
-"""Agents that reserve far more address space than memory: their packages, and their tools that run a command."""
+CODEX = 'model_providers.b={name="b",base_url="{base_url}",wire_api="responses",env_key="OPENAI_API_KEY"}'
 OPENCODE = """printf %s '{"provider": {"b": {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": "{base_url}",
 "apiKey": "{env:OPENAI_API_KEY}"}, "models": {"policy": {}}}}, "model": "b/policy"}' > opencode.json; exec "$0" run "$1"
 """
@@ -42,6 +35,41 @@ TASK = Task("p", (Message(role="user", content="Make the colour blue."),), "", {
 pytestmark = [pytest.mark.full, pytest.mark.slow, IN_TIME]
 
 
+class Published(NamedTuple):
+    """An agent: its package of npm, or none for the one from PyPI; its tool that runs a command; how it is started."""
+
+    package: str
+    tool: str
+    command: tuple[str, ...]
+    """Follows its program; or, if it begins with `sh`, gets the program as its argument."""
+    argument: str = "command"
+    """Of the tool: what it runs."""
+
+
+AGENTS: Mapping[str, Published] = {
+    "codex": Published(
+        "@openai/codex@0.169",
+        "exec_command",
+        (
+            *("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-c", "model_provider=b"),
+            *("-c", CODEX, "-m", "policy", "{prompt}"),
+        ),
+        argument="cmd",
+    ),
+    # These reserve far more address space than memory.
+    "pi": Published("@mariozechner/pi-coding-agent@0.73.1", "bash", ("sh", "-c", PI)),
+    "qwen": Published(
+        "@qwen-code/qwen-code@0.24.4",
+        "run_shell_command",
+        ("--yolo", "--auth-type", "openai", "--model", "policy", "-p", "{prompt}"),
+    ),
+    "opencode": Published("opencode-ai@1.18.33", "bash", ("sh", "-c", OPENCODE)),
+    "mini": Published("", "bash", ("--yolo", "--exit-immediately", "--model", "openai/policy", "--task", "{prompt}")),
+}
+VARIABLES = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_SILENT_STARTUP": "true"}
+"""Of mini-swe-agent."""
+
+
 def from_npm(name: str, package: str) -> Path:
     """The program of a package of npm."""
     folder = INSTALLED / name
@@ -53,75 +81,32 @@ def from_npm(name: str, package: str) -> Path:
     return program
 
 
-@pytest.fixture(scope="module")
-def codex() -> Path:
-    """Codex CLI."""
-    return from_npm("codex", CODEX)
-
-
-@pytest.fixture(scope="module")
-def mini() -> Path:
-    """mini-swe-agent, from PyPI; litellm, which it calls, needs mcp."""
-    return python_with(*MINI).with_name("mini")
-
-
-async def played(
-    chat: Chat, replies: Iterator[str], command: list[Any], aside: str = "no such question", **settings: Any
-) -> tuple[Finished, House, list[str]]:
-    """A run of the command at a real endpoint, whose policy gives these replies, beside others where it is asked for
-    something `aside`; also the roles of the calls."""
-    async with opened(chat) as house:
+@pytest.mark.parametrize("name", AGENTS)
+async def test_a_published_agent_edits_a_file_and_its_own_calls_are_one_exact_chain(
+    bytes_chat: Chat, name: str
+) -> None:
+    agent = AGENTS[name]
+    if agent.package:
+        program = str(from_npm(name, agent.package))
+    else:  # litellm, which it calls, needs mcp
+        program = str(python_with("mini-swe-agent==2.4.6", "mcp").with_name("mini"))
+    command = (*agent.command, program, "{prompt}") if agent.command[0] == "sh" else (program, *agent.command)
+    settings = CommandConfig(command=command, score=("grep", "-qx", "blue", "colour.txt"), variables=VARIABLES)
+    runner, aside = AgentRunner(settings), [Role.AUX] * (name == "opencode")  # a title
+    call = '<tool_call>{"name": "%s", "arguments": {"%s": "%s"}}</tool_call>'
+    last = call % (agent.tool, agent.argument, SUBMIT) if name == "mini" else "Done."
+    replies = iter([call % (agent.tool, agent.argument, EDIT), last])
+    async with opened(bytes_chat) as house:
         house.allowed = replace(house.allowed, max_input_length=400_000)
         house.max_tokens = 1_000_000
-        house.say = lambda prompt: "A title" if aside in prompt else next(replies)
+        house.say = lambda prompt: "A title" if "title generator" in prompt else next(replies)
         session = house.session()
-        score = ("grep", "-qx", "blue", "colour.txt")
-        runner = AgentRunner(CommandConfig(command=tuple(map(str, command)), score=score, **settings))
         try:
-            return await runner.run(TASK, session.base_url, session.key, 0), house, roles_of(session.tree.calls)
+            got = await runner.run(TASK, session.base_url, session.key, 0)
         finally:
             await runner.close()
-
-
-def called(tool: str, argument: str, command: str) -> str:
-    return f'<tool_call>{{"name": "{tool}", "arguments": {{"{argument}": "{command}"}}}}</tool_call>'
-
-
-async def test_codex_edits_a_file_and_its_calls_are_one_exact_chain(bytes_chat: Chat, codex: Path) -> None:
-    provider = 'model_providers.b={name="b",base_url="{base_url}",wire_api="responses",env_key="OPENAI_API_KEY"}'
-    flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-c", "model_provider=b"]
-    replies = iter([called("exec_command", "cmd", EDIT), "Done."])
-    got, house, roles = await played(
-        bytes_chat, replies, [codex, "exec", *flags, "-c", provider, "-m", "policy", "{prompt}"]
-    )
     assert (got.reward, got.status) == (1.0, "ok"), got
-    assert "Done." in got.transcript
-    first, second = sorted(house.steps, key=lambda step: step.index)
-    assert second.extends is not None and second.extends.step == first.index and roles == [Role.MAIN] * 2
-    assert whole(house.steps) == house.prompts
-
-
-@pytest.mark.parametrize("name", ON_NODE)
-async def test_an_agent_on_node_js_edits_a_file_with_the_default_limits(bytes_chat: Chat, name: str) -> None:
-    package, tool = ON_NODE[name]
-    program = from_npm(name, package)
-    command = [program, "--yolo", "--auth-type", "openai", "--model", "policy", "-p", "{prompt}"]
-    if name != "qwen":
-        command = ["sh", "-c", PI if name == "pi" else OPENCODE, program, "{prompt}"]
-    replies = iter([called(tool, "command", EDIT), *["Done."] * 3])
-    got, house, roles = await played(bytes_chat, replies, command, "title generator")
-    assert (got.reward, got.status) == (1.0, "ok"), got
-    assert whole(house.steps) == house.prompts
-    aside = [Role.AUX] * (name == "opencode")  # a title
-    assert sorted(roles) == [*aside, Role.MAIN, Role.MAIN]
-
-
-async def test_mini_swe_agent_edits_a_file_and_its_calls_are_one_exact_chain(bytes_chat: Chat, mini: Path) -> None:
-    variables = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_SILENT_STARTUP": "true"}
-    replies = iter([called("bash", "command", EDIT), called("bash", "command", SUBMIT)])
-    flags = ["--yolo", "--exit-immediately", "--model", "openai/policy", "--task", "{prompt}"]
-    got, house, roles = await played(bytes_chat, replies, [mini, *flags], variables=variables)
-    assert (got.reward, got.status) == (1.0, "ok"), got
-    first, second = sorted(house.steps, key=lambda step: step.index)
-    assert second.extends is not None and second.extends.step == first.index and roles == [Role.MAIN] * 2
-    assert whole(house.steps) == house.prompts
+    roles = roles_of(session.tree.calls)
+    assert sorted(roles) == [*aside, Role.MAIN, Role.MAIN] and whole(house.steps) == house.prompts
+    first, second = (call for call, role in zip(session.tree.calls, roles, strict=True) if role == Role.MAIN)
+    assert second.parent is first

@@ -28,6 +28,7 @@ def field(name: str, text: str) -> str:
     return f"[[ ## {name} ## ]]\n{text}\n\n"
 
 
+ANTHROPIC = "anthropic==2.12.0"
 LOOK, AGE = called("search", query="fox"), '{"age": 17}'
 
 
@@ -57,7 +58,7 @@ RECIPES = {
     "strands": Recipe(("strands-agents[openai]==1.62.0",), [LOOK, called("Age", age=17)]),
     "litellm": Recipe(("litellm==1.106.2", "mcp"), [LOOK, "17"]),
     "autogen": Recipe(("autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"), [LOOK, "17"], n_chains=2),
-    "anthropic": Recipe(("anthropic==2.12.0",), [LOOK, "17"]),
+    "anthropic": Recipe((ANTHROPIC,), [LOOK, "17"] * 2, n_chains=2),
 }
 
 

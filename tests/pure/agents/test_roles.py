@@ -8,20 +8,16 @@ from contextlib import asynccontextmanager
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from service.agents.call_roles import PIECE, roles_of
-from service.agents.conversation_tree import AgentCall, Beginning, ConversationTree
-from service.agents.messages_and_replies import JsonCalls, Reply
+from service.agents.call_roles import roles_of
+from service.agents.conversation_tree import ConversationTree
+from service.agents.messages_and_replies import JsonCalls
 from service.agents.session import Session, kept_transcript
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.steps.tables import steps_table
-from service.handoff.steps.values import ROLES, Role, packed_roles
+from service.handoff.steps.values import ROLES
 from service.rollout.chat.chat import Chat
-from service.rollout.chat.conversation import Response
 from service.rollout.plain_values import NotAllowed
 from tests.pure.agents.endpoint import CHAT, GENERATE, Client, House, client_of, events_of, opened, until
 
@@ -208,6 +204,14 @@ async def test_calls_and_roles_of_the_configuration_get_rewards_of_their_own(byt
             session.rewards_of_calls(outcome._replace(rewards={"critic": 1.0}))
 
 
+async def test_a_conversation_that_no_client_received_is_not_the_agents_own(bytes_chat: Chat) -> None:
+    async with visited(bytes_chat) as agent:
+        await agent.call(system("one"), user("a"), tools=False)
+        agent.lose()
+        await agent.call(system("another"), user("a"), tools=False)
+        assert agent.roles == [UNDELIVERED, MAIN]
+
+
 async def test_a_lost_answer_that_comes_back_in_an_edited_history_was_delivered(bytes_chat: Chat) -> None:
     async with visited(bytes_chat) as agent:
         first = await agent.call(user("a"))
@@ -232,54 +236,3 @@ async def test_a_transcript_is_kept_within_its_bound_and_cut_in_the_middle(bytes
         kept = kept_transcript(agent.session.transcript)
         assert len(kept) <= TRANSCRIPT_BYTES and kept.decode()[:1] == text[:1].replace("\ud800", "?")
         assert ("bytes and more left out" in kept.decode()) == (len(text) > TRANSCRIPT_BYTES // 2)
-
-
-def made_call(index: int, begun: Beginning | None, text: str = "yes", body: str = "body", **fields: Any) -> AgentCall:
-    one = np.ones(1, np.int32)
-    response = Response(one, one.astype(np.float32), one > 0, one.astype(np.int64))
-    reply = Reply(text, "", ())
-    more: Any = {"parent": None, "how": "root", "begun": begun} | fields
-    return AgentCall(
-        f"c{index}", carried_ids=one, response=response, reply=reply, body=body, stop_reason="stop", index=index, **more
-    )
-
-
-def test_a_conversation_that_no_client_received_is_not_the_agents_own() -> None:
-    lost = made_call(0, Beginning(b"one", "", False))
-    assert roles_of([lost, made_call(1, Beginning(b"another", "", False), delivered=True)]) == [UNDELIVERED, MAIN]
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> list[AgentCall]:
-    """Calls of any shape; a root has one of two system prompts, perhaps tools or a name; equal bodies begin alike."""
-    calls: list[AgentCall] = []
-    beginnings: dict[str, Beginning | None] = {}
-    for index in range(draw(st.integers(0, 12))):
-        parent = draw(st.sampled_from([None, *calls]))
-        text = draw(st.sampled_from(["yes", "a" * PIECE, SUMMARY]))
-        body = draw(st.sampled_from("abcdef"))
-        begun = Beginning(draw(st.binary(max_size=1)), draw(st.sampled_from(["", SUMMARY])), draw(st.booleans()))
-        beginnings.setdefault(body, begun if draw(st.booleans()) else None)
-        named = draw(st.sampled_from([None, None, None, MAIN, SUB, AUX]))
-        how, delivered = draw(st.sampled_from(["root", "rerendered"])), draw(st.booleans())
-        of = {"parent": parent, "how": how, "named": named, "delivered": delivered}
-        calls.append(made_call(index, None if parent else beginnings[body], text, body, **of))
-    return calls
-
-
-@given(trees())
-def test_roles_of_any_tree_keep_what_later_calls_continue(calls: list[AgentCall]) -> None:
-    roles = roles_of(calls)
-    assert len(roles) == len(calls) and roles_of(calls) == roles
-    continued = {call.parent for call in calls}
-    own: dict[AgentCall, Role] = {}
-    for call, role in zip(calls, roles, strict=True):
-        root = list(call.path())[-1]
-        if role in (RETRY, UNDELIVERED):
-            assert call not in continued and call.delivered == (role is RETRY)
-            assert role is UNDELIVERED or any(later.body == call.body for later in calls[call.index + 1 :])
-        else:
-            assert own.setdefault(root, role) is role
-            assert call in continued or call.delivered
-    assert any(call.named not in (None, MAIN) for call in calls) or MAIN in own.values() or not own
-    assert packed_roles(roles) == b"" or len(packed_roles(roles)) == len(calls)

@@ -15,7 +15,7 @@ from service.agents.dialects.dialect import Refused
 from service.agents.policy_calls import DIALECTS
 from tests.pure.agents.own_environment import IN_TIME, printed_by, python_with
 from tests.pure.agents.test_dialects import ASKED
-from tests.pure.agents.test_sdks import ANTHROPIC
+from tests.pure.agents.test_recipes import ANTHROPIC
 
 PAGE = Path("docs/agent-recipes.md").read_text()
 SDK = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -87,20 +86,16 @@ def test_a_module_of_the_user_that_has_the_name_of_another_is_refused_by_both_fi
         check_paths(config, here=False)
 
 
-def test_an_environment_in_a_process_of_its_own_loads_the_standard_library(
+async def test_an_environment_in_a_process_of_its_own_loads_the_standard_library(
     hostile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOADED", str(hostile / "loaded"))
     monkeypatch.setenv(SAFE_PATH, "1")  # as in a generator
-
-    async def play() -> None:
-        processes = environment_processes(max_observation_characters=1000)
-        try:
-            await IsolatedEnvironment(processes, "my_envs:Escape", {}, ["my_envs"]).reset(Task("0", (), {}), 0)
-        finally:
-            await processes.close()
-
-    asyncio.run(play())
+    processes = environment_processes(max_observation_characters=1000)
+    try:
+        await IsolatedEnvironment(processes, "my_envs:Escape", {}, ["my_envs"]).reset(Task("0", (), {}), 0)
+    finally:
+        await processes.close()
     html, folder, child = (hostile / "loaded").read_text().split("\n")
     assert not Path(html).is_relative_to(hostile)
     assert (folder, child) == (str(hostile), "helped"), "a program of an environment lost the modules beside it"

@@ -4,13 +4,11 @@ import io
 import re
 import subprocess
 import sys
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
-from service.backoff import Backoff
-from service.run.phases import MAX_SECONDS, SECONDS, phase, say
+from service.run.phases import phase, say
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -31,14 +29,6 @@ def test_a_phase_is_said_at_once_again_while_it_lasts_and_no_more_afterwards() -
     with phase("the next one", said.append, seconds=60):
         pass
     assert said == [*until_the_end, "the next one ..."]
-
-
-def test_the_lines_about_a_slow_start_become_fewer_the_longer_it_lasts() -> None:
-    backoff = Backoff(SECONDS, MAX_SECONDS)
-    pauses = [backoff.pause(number) for number in range(1, 61)]
-    times = list(accumulate(pauses))
-    assert times[0] == SECONDS and sum(time < 600 for time in times) <= 600 / MAX_SECONDS + 2
-    assert max(pauses) < 30, "no wait may outlast its cause by 30 s without a line"
 
 
 def test_a_phase_that_is_over_soon_is_not_spoken_of_where_that_is_asked() -> None:

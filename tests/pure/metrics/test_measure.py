@@ -205,17 +205,13 @@ class FakeHub:
         self.reports.append(reports)
 
 
-def test_a_reporter_pushes_at_once_and_a_last_time_when_it_stops() -> None:
+async def test_a_reporter_pushes_at_once_and_a_last_time_when_it_stops() -> None:
     hub = FakeHub()
-
-    async def scenario() -> None:
-        reporter = Reporter("buffer", "b", Config(), hub, lambda metrics: metrics.count("baton_optimizer_steps_total"))
-        reporter.start()
-        await asyncio.sleep(0)
-        reporter.stop()
-        await asyncio.sleep(0)
-
-    asyncio.run(scenario())
+    reporter = Reporter("buffer", "b", Config(), hub, lambda metrics: metrics.count("baton_optimizer_steps_total"))
+    reporter.start()
+    await asyncio.sleep(0)
+    reporter.stop()
+    await asyncio.sleep(0)
     assert [source for source, _ in hub.pushed] == ["buffer/b", "buffer/b"]
     assert b'baton_optimizer_steps_total{ident="b",role="buffer"} 2.0' in hub.pushed[-1][1]
 
@@ -230,3 +226,16 @@ def test_reports_go_with_the_next_push_once_and_as_they_were() -> None:
     reporter.push()
     reporter.push()
     assert hub.reports == [[("step", {"trainer/global_step": 1}), ("step", {"trainer/global_step": 2})], []]
+
+
+async def test_a_push_that_fails_says_so_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(metrics: Metrics) -> None:
+        raise ZeroDivisionError("a bug in what is measured")
+
+    reporter = Reporter("generator", "generator-7", Config(), FakeHub(), refresh=fails)
+    reporter.start()
+    (pushing,) = asyncio.all_tasks() - {asyncio.current_task()}
+    with pytest.raises(ZeroDivisionError):
+        await pushing
+    assert "generator/generator-7 pushes no more metrics to the hub" in caplog.text
+    assert "a bug in what is measured" in caplog.text

@@ -127,18 +127,6 @@ def test_a_silent_actor_is_down_keeps_its_counters_and_loses_its_gauges() -> Non
     assert hub.status()["actors"][1]["state"] == "silent"
 
 
-def test_the_status_document_joins_what_the_parts_reported() -> None:
-    hub = Hub(TurnedClock())
-    wait = {"who": "trainer", "reason": "groups", "detail": "3 of 16", "since": 5.0}
-    hub.put_status("run", {"name": "r", "state": "training", "policy_version": {"incarnation": 1, "step": 3}})
-    hub.put_status("buffer", {"groups": {"open": 3}, "tokens": {"open": 9}, "waits": [wait]})
-    hub.put_status("step", {"reward/avg_raw_reward": 0.5})
-    status = hub.status()
-    assert (status["state"], status["policy_version"]) == ("training", {"incarnation": 1, "step": 3})
-    assert (status["tokens"], status["waits"], status["buffer"]) == ({"open": 9}, [wait], {"groups": {"open": 3}})
-    assert status["run"] == {"name": "r"} and status["step"] == {"reward/avg_raw_reward": 0.5}
-
-
 def test_the_history_gives_the_steps_after_a_step_as_columns_without_nan() -> None:
     hub = Hub(TurnedClock())
     for step in (1, 2, 3):

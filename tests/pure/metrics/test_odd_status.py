@@ -1,25 +1,17 @@
 """`baton status` shows a page or says one line, whatever answers and whatever is in the way."""
 
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.cli.parser import main
 from service.cli.status_view import status_lines
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
 from service.observe.merged_metrics import Hub
 from service.observe.metrics import AlertThresholds, Metrics
-from service.observe.status_document import SCHEMA
-from service.run.folder import CONFIG, SUMMARY
 
 WORDS = """
 actors agents bound_by buffer detail folder generators groups incarnation max_steps not_learning policy_version reason
@@ -87,39 +79,3 @@ def test_a_document_of_which_a_part_is_anything_else_is_a_page_or_one_line(path:
     assert shown(document)
     del node[path[-1]]
     assert shown(document)
-
-
-@pytest.mark.parametrize("summary", ["[]", '{"state": 3}', '{"state": "failed", "reason": {}}', "[" * 2000])
-def test_an_odd_summary_is_one_line(summary: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / CONFIG).touch()
-    (tmp_path / SUMMARY).write_text(summary)
-    assert main(["status", str(tmp_path)]) in (0, 2)
-    printed = capsys.readouterr()
-    assert "Traceback" not in printed.err and len((printed.err + printed.out).splitlines()) <= 2
-
-
-def test_a_run_on_this_machine_is_asked_without_a_proxy_and_cannot_steer_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Status(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            document = whole()
-            document["run"]["name"] = "\x1b]0;owned\x07 \x9b2J"
-            body = json.dumps({**document, "schema": SCHEMA}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *words: object) -> None: ...
-
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")
-    monkeypatch.delenv("no_proxy", raising=False)
-    with HTTPServer(("127.0.0.1", 0), Status) as server:
-        answering = threading.Thread(target=server.handle_request, daemon=True)
-        answering.start()
-        assert main(["status", f"127.0.0.1:{server.server_port}"]) == 0
-        answering.join(60)
-    shown = capsys.readouterr().out
-    assert "owned" in shown and ": starting" in shown and not set(shown) & {"\x1b", "\x07", "\x9b"}

@@ -77,12 +77,6 @@ def test_a_folder_that_is_renamed_under_its_run_is_named_as_the_reason(
         run(config)
 
 
-def test_the_kept_configuration_repeats_the_run(tmp_path: Path) -> None:
-    config = load_config([Path("configs/quickstart.yaml")], ["run.seed=3"])
-    RunWriter(tmp_path).begin(resolved_yaml(config))
-    assert load_config([tmp_path / "config.yaml"]) == config != Config()
-
-
 def test_a_step_is_one_flat_json_line_and_one_point_per_curve(tmp_path: Path) -> None:
     folder = RunWriter(tmp_path)
     folder.log_step({**step(1), "trainer/global_step": np.int64(1), "timing/step": np.float32(0.5)})

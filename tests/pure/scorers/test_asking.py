@@ -21,7 +21,6 @@ from service.scorers.reply import (
     ScorerFailed,
     encode_answer,
 )
-from service.types import MiniBatch
 from tests.pure.buffer.test_scoring import JUDGE, opened, played
 from tests.pure.buffer.world import World
 
@@ -136,65 +135,25 @@ def test_no_more_groups_are_asked_about_at_once_than_there_are_workers(tmp_path:
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_a_group_that_ends_at_any_turn_of_the_loop_after_it_was_seen_is_left_alone(tmp_path: Path, turns: int) -> None:
+async def test_a_group_that_ends_at_any_turn_of_the_loop_after_it_was_seen_is_left_alone(
+    tmp_path: Path, turns: int
+) -> None:
     world = opened(tmp_path, {"judge": JUDGE})
 
     async def settled() -> None:
         world.journal.sync()
 
-    async def scene() -> None:
-        workers = {"judge": [Fake(lambda row, time: GOOD)]}
-        asking = Asking(world.settings.scorers, world.buffer.scoring, workers, settled)
-        running = asyncio.ensure_future(asking.run())
+    workers = {"judge": [Fake(lambda row, time: GOOD)]}
+    asking = Asking(world.settings.scorers, world.buffer.scoring, workers, settled)
+    running = asyncio.ensure_future(asking.run())
+    await asyncio.sleep(0)
+    played(world)
+    asking.look()
+    for _ in range(turns):
         await asyncio.sleep(0)
-        played(world)
-        asking.look()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        world.buffer.end()
-        await asyncio.wait([running], timeout=0.05)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(scene())
+    world.buffer.end()
+    await asyncio.wait([running], timeout=0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     assert world.buffer.status().ended == {"expired/run_end": 2} and world.closes()
-
-
-def test_a_groups_score_is_the_journalled_one_whatever_dies_while_it_is_scored(tmp_path: Path) -> None:
-    """Each answer is another number; the buffer dies at random moments, with or without its unsynced bytes."""
-    kills = 6
-    rng, world = np.random.default_rng(kills), opened(tmp_path, {"judge": JUDGE}, buffer={"lookahead": 500})
-    journalled: dict[int, list[float]] = {}
-    asked = died = 0
-    while died < kills:
-        played(world, 1)
-        for group_id in world.buffer.scoring.pending("judge"):
-            asked += 1
-            if rng.random() < 0.3:  # the scorer dies before its answer comes
-                world.buffer.scoring.failed("judge", "died", "")
-            else:
-                assert world.buffer.scoring.accept(group_id, "judge", Answer((asked, asked / 2))) is None
-        if rng.random() < 0.5:
-            world.journal.sync()
-            seen = {o: said(world, o) for o, group in world.buffer.ledger.state.groups.items() if group.scored}
-            assert all(journalled.get(group_id, rewards) == rewards for group_id, rewards in seen.items())
-            journalled |= seen
-        if rng.random() < 0.3 and isinstance(batch := world.buffer.lease(world.trainer_incarnation), MiniBatch):
-            world.journal.sync()
-            for place, group_id in enumerate(batch.groups):
-                used = batch.return_G[2 * place : 2 * place + 2].tolist()
-                assert journalled.setdefault(group_id, used) == used
-            world.buffer.release(world.trainer_incarnation, batch.lease, "another time")
-        if rng.random() < 0.4:
-            died += 1
-            world.generator.buffer = world.crash(synced=bool(rng.random() < 0.5))
-            world.trainer_incarnation = world.buffer.join("trainer", "trainer")
-            world.generator = type(world.generator)(world.buffer)
-    assert journalled and world.closes()
-
-
-def said(world: World, group_id: int) -> list[float]:
-    """The rewards of a group as the next lease would have them."""
-    [score] = world.buffer.complete_group(group_id).scores
-    return [*(score.rewards or ())]
