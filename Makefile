@@ -14,7 +14,7 @@ TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 IN_TURN := tests/e2e tests/hosts tests/gpu
 # Documentation, deployment files, servers and pages: these tests matter where those files changed.
 EDGES := tests/docs tests/deploy tests/browser tests/e2e/test_monitoring.py
-CLIENTS := $(addprefix tests/pure/agents/test_,oracles.py published_agents.py recipes.py sdk_fields.py)
+CLIENTS := $(addprefix tests/pure/agents/test_,oracles.py published_agents.py recipes.py)
 # Settings of `make quickstart` and `make real` over their configurations, such as SET="run.seed=1 buffer.lookahead=0".
 SET :=
 # On a machine with one or two GPUs the quick start fits them: a rank and an engine share one, or have one each.

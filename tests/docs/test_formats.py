@@ -1,4 +1,4 @@
-"""The pages about formats name everything that the code can say."""
+"""The pages name everything that the code can say, and those that are made from the code are current."""
 
 import dataclasses
 import re
@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from scripts.docs import FILES
 from service.config import load_config
 from service.config.core_settings import buffer_settings
 from service.handoff.buffer_settings import opening
 from service.handoff.ledger.events import Fate, GroupState
 from service.handoff.steps.wire import ALIGNMENT, MAGIC, MINI_BATCH, PREFIX, STEP_GROUP, VERSION
 from service.handoff.verbs import WaitReason
+from service.observe.not_learning import SYMPTOMS
 from service.observe.status_document import SCHEMA
 from service.types import RefusalReason, Step, TrajectoryEnd
 
@@ -50,3 +52,13 @@ def test_every_setting_that_a_resumption_refuses_is_listed() -> None:
     resuming = OPERATIONS.partition("## Resuming")[2].partition("\n## ")[0]
     begun = opening(buffer_settings(load_config([Path("configs/quickstart.yaml")]), 99), ["uid"], "")
     assert [name for name in begun.settings if name not in resuming] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_made_from_the_code_is_current(name: str) -> None:
+    assert Path(name).read_text() == FILES[name](), "run python -m scripts.docs"
+
+
+def test_every_symptom_of_a_run_that_does_not_learn_has_its_section_in_the_order_in_which_one_looks() -> None:
+    sections = re.findall(r"^## (.+)$", Path("docs/not-learning.md").read_text(), re.MULTILINE)
+    assert sections == [symptom.name for symptom in SYMPTOMS]

@@ -8,7 +8,8 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +92,25 @@ async def played(name: str, options: dict[str, int], task: Task, texts: list[str
     return first, [(each.reward, each.done, "".join(m["content"] for m in each.messages)) for each in results]
 
 
-def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def importable(folder: Path, name: str, code: str) -> Iterator[None]:
+    """A module of one's own, with this code."""
+    (folder / f"{name}.py").write_text(code)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(folder)
+        yield
+    sys.modules.pop(name, None)
+
+
+def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path) -> None:
     (code,) = [block for block in blocks(README, "python") if "my_envs.py" in block]
     (row,) = blocks(README, "json")
-    (tmp_path / "my_envs.py").write_text(code)
     (tmp_path / "train.jsonl").write_text(row)
-    monkeypatch.syspath_prepend(tmp_path)
     (task,) = load_tasks(tmp_path / "train.jsonl")
-    try:
+    with importable(tmp_path, "my_envs", code):
         first, said = asyncio.run(played("my_envs:Guess", {}, task, ["is it 40?", "then 43", "it is 42"]))
         assert first[0]["content"] == json.loads(row)["prompt"][0]["content"]
         assert said == [(0.0, False, "higher"), (0.0, False, "lower"), (1.0, True, "")]
-    finally:
-        sys.modules.pop("my_envs", None)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -17,7 +17,6 @@ from threading import Thread
 import pytest
 import yaml
 
-from actors.driver.commands import VLLM_ON_CPU
 from service.cli.parser import main
 from service.config import load
 from service.handoff.steps.wire import encode as encode_group
@@ -25,11 +24,10 @@ from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
 from service.rollout.environments.registry import make_environment
 from service.rollout.prompts.dataset import load_tasks
-from service.run.folder import TARGETS
 from service.scorers.reply import Answer, answer_from
 from service.scorers.scorer import Scorer
 from tests.docs.test_readme import blocks as blocks_in
-from tests.docs.test_readme import commands, played, sound, targets
+from tests.docs.test_readme import commands, importable, played, sound
 from tests.pure.scorers.test_scorer import GROUP, TASKS, WORDS
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +78,10 @@ def test_the_examples_of_a_page_give_what_they_show(page: Path) -> None:
     assert result.attempted > 0 and result.failed == 0, said.getvalue()
 
 
-OTHERS = {"prometheus", "prometheus-alertmanager", "sbatch", "srun", "scontrol", "scancel"}
+OTHERS = {
+    *("curl", "docker", "export", "hf", "kubectl", "mkdir", "pip", "prometheus", "prometheus-alertmanager", "ray"),
+    *("sbatch", "scancel", "scontrol", "sky", "source", "srun"),
+}
 """Programs of others; `tests/e2e/test_monitoring.py`, `tests/deploy` and `tests/hosts/test_slurm.py` call them."""
 
 
@@ -90,9 +91,7 @@ def test_a_command_of_the_pages_is_one_that_there_is(
 ) -> None:
     """Commands with a configuration that comes with Baton are tested further in `test_readme`."""
     words = shlex.split(command)
-    if words[0] == "make":
-        assert set(words[1:]) & targets()  # all of its words: `test_readme`
-    elif words[:2] == ["baton", "init"]:
+    if words[:2] == ["baton", "init"]:
         monkeypatch.chdir(tmp_path)
         assert main(words[1:]) == 0 and any(tmp_path.iterdir())
     elif words == ["baton", "quickstart"]:
@@ -111,31 +110,9 @@ def test_a_command_of_the_pages_is_one_that_there_is(
     elif words[:2] == ["python", "-m"]:
         module = ROOT / words[2].replace(".", "/")
         assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
-    elif words[0] == "curl":
-        assert "/retrieve" in command
-    elif words[:2] == ["pip", "install"]:
-        assert command in (VLLM_ON_CPU, "pip install obstore") or "baton_rl-" in command
-    elif words[:2] == ["hf", "download"]:
-        to = [word for word in words[3:] if word != "config.json"]
-        assert to == ["--local-dir", f"models/{words[2].rpartition('/')[2]}"]
-    elif words[:2] == ["docker", "compose"]:
-        assert (ROOT / words[3]).is_file()  # its contents: tests/deploy/test_compose.py
-    elif words[:2] == ["mkdir", "-p"]:
-        assert f"runs/{TARGETS}" in words
-    elif words[0] in ("ray", "sky"):
-        named = [word for word in words if word.startswith("deploy/")]
-        assert words[1:] == ["get-auth-token", "--generate"] or all((ROOT / word).is_file() for word in named), named
-        assert "launch" not in words or set(yaml.safe_load((ROOT / named[0]).read_text())["envs"]) == {
-            "RECIPE",
-            "STORE",
-        }
-    elif words[0] in OTHERS or words[0] == "kubectl":  # in the page's order: `tests/deploy/test_manifests.py`
-        named = [word.rpartition("=")[2] for word in words if "deploy/" in word]
-        assert [name for name in named if not (ROOT / name).exists()] == []
-    elif words[0] == "export":
-        assert all(word.startswith("AWS_") and word.endswith(("=...", "=eu-central-1")) for word in words[1:])
-    else:
-        assert command == "source .venv/bin/activate"
+    else:  # the targets of make: `test_readme`; the order of kubectl's: `tests/deploy/test_manifests.py`
+        assert words[0] in {"make", *OTHERS}
+        assert [name for name in re.findall(r"deploy/[\w/.-]+", command) if not (ROOT / name).exists()] == []
 
 
 def test_the_configuration_of_ones_own_is_right(tmp_path: Path) -> None:
@@ -170,26 +147,21 @@ def test_the_class_of_the_agents_page_is_tried_as_the_page_says(tmp_path: Path) 
         serving.communicate(timeout=60)
 
 
-def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path) -> None:
     (code,) = [block for block in blocks(DOCS / "own.md", "python") if "class Hangman" in block]
     (row,) = blocks(DOCS / "own.md", "json")
-    (tmp_path / "own_envs.py").write_text(code)
     (tmp_path / "train.jsonl").write_text(row)
-    monkeypatch.syspath_prepend(tmp_path)
     (task,) = load_tasks(tmp_path / "train.jsonl")
-
     games = {
         ("a",): (0.0, False, "_a___, 2 lives"),
         ("b", "a", "x"): (0.0, False, "ba___, 1 lives"),
         ("b", "a", "I say t", "o", "n"): (1.0, True, ""),
         ("x", "y"): (0.0, True, ""),
     }
-    try:
+    with importable(tmp_path, "own_envs", code):
         for texts, last in games.items():
             first, said = asyncio.run(played("own_envs:Hangman", {"lives": 2}, task, [*texts]))
             assert list(first) == json.loads(row)["prompt"] and said[-1] == last
-    finally:
-        sys.modules.pop("own_envs", None)
 
 
 @pytest.mark.parametrize("page", ["scorers.md", "roles.md"])
@@ -198,15 +170,13 @@ def test_the_configurations_of_a_page_are_right(page: str, tmp_path: Path) -> No
         sound(text, tmp_path, "model.make={}", "data.make_rows=8")
 
 
-def test_the_judge_of_ones_own_scores_each_trajectory_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_judge_of_ones_own_scores_each_trajectory_and_says_why(tmp_path: Path) -> None:
     code, _ = [block for block in blocks(DOCS / "scorers.md", "python") if "def score" in block]
-    answer = judged(code, tmp_path, monkeypatch)
+    answer = judged(code, tmp_path)
     assert answer.rewards == [1 / 3, 1 / 3] and answer.info == ["2 turns", "2 turns"]
 
 
-def test_a_judge_behind_an_address_gets_the_texts_of_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_behind_an_address_gets_the_texts_of_the_group(tmp_path: Path) -> None:
     _, code = [block for block in blocks(DOCS / "scorers.md", "python") if "def score" in block]
     bodies: list[list[dict[str, object]]] = []
 
@@ -223,29 +193,23 @@ def test_a_judge_behind_an_address_gets_the_texts_of_the_group(tmp_path: Path, m
     with HTTPServer(("127.0.0.1", 0), Judge) as server:
         thread = Thread(target=server.handle_request)
         thread.start()
-        answer = judged(code.replace(":8000/", f":{server.server_port}/"), tmp_path, monkeypatch)
+        answer = judged(code.replace(":8000/", f":{server.server_port}/"), tmp_path)
         thread.join(60)
     assert answer.rewards == [0.25, 0.75]
     assert [sorted(each) for each in bodies[0]] == [["task", "text"], ["task", "text"]]
 
 
-def judged(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
+def judged(code: str, folder: Path) -> Answer:
     """The answer of the page's judge with this code about a group of two trajectories."""
-    (folder / "my_judge.py").write_text(code)
     (folder / "judge.yaml").write_text(blocks(DOCS / "scorers.md", "yaml")[0])
     make_tokenizer(folder, WORDS)
-    monkeypatch.syspath_prepend(folder)
-    try:
+    with importable(folder, "my_judge", code):
         judge = Scorer("judge", load([folder / "judge.yaml"]).config.scorers["judge"], (), folder, TASKS)
         return answer_from(asyncio.run(judge.reply(0, encode_group(GROUP))), room=0)
-    finally:
-        sys.modules.pop("my_judge", None)
 
 
-def test_the_reward_of_ones_own_changes_only_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reward_of_ones_own_changes_only_the_reward(tmp_path: Path) -> None:
     (code,) = [block for block in blocks(DOCS / "own.md", "python") if "class ShortGsm8k" in block]
-    (tmp_path / "own_rewards.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
     task = Task("0", ({"role": "user", "content": "3 and 4 ?"},), "", {"ground_truth": "7"})
 
     async def reward(text: str) -> float:
@@ -259,10 +223,8 @@ def test_the_reward_of_ones_own_changes_only_the_reward(tmp_path: Path, monkeypa
     async def rewards() -> list[float]:
         return [await reward(text) for text in ("3 + 4 = 7 #### 7", "it is 7", "it is 8", " ".join(["7"] * 150))]
 
-    try:
+    with importable(tmp_path, "own_rewards", code):
         assert asyncio.run(rewards()) == pytest.approx([1.0, 0.5, 0.0, 0.45])
-    finally:
-        sys.modules.pop("own_rewards", None)
 
 
 def test_the_design_page_names_every_folder_of_the_code() -> None:

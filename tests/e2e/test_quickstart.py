@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from service.observe.not_learning import FRESH, MIN_TOKENS
+from service.observe.metrics_table import TABLE
+from service.observe.not_learning import FRESH, MIN_TOKENS, SYMPTOMS
 from service.run.folder import LOGS, read_lines
 from service.run.records.timeline import timeline_events
 from tests.e2e.conftest import ENDLESS, MARK, QUICK, Drive, Driver, LeftOver
@@ -41,6 +42,9 @@ def test_a_short_run_trains_and_leaves_its_folder(finished: Driver, left_over: L
     run, lines = finished, finished.lines()
     assert_the_readme_shows_what_is_said(run.said)
     assert [line["trainer/global_step"] for line in lines] == list(range(1, 9))
+    written = set().union(*lines)
+    assert {symptom.key for symptom in SYMPTOMS} <= written
+    assert {metric.key for metric in TABLE} - written == {"", "eval/lag_intervals"}
     for line in lines:
         assert without_meaning(line) == []
         assert 0 <= line["reward/avg_raw_reward"] <= 1

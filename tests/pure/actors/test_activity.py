@@ -10,19 +10,12 @@ from actors.generator import activity
 from actors.generator.activity import Activity
 from service.observe import recorder
 from service.observe.recorder import Trace
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
+from tests.pure.buffer.world import TurnedClock
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> TurnedClock:
+    made = TurnedClock()
     for module in (activity, engine_load):
         monkeypatch.setattr(module.time, "monotonic", made.monotonic)
     monkeypatch.setattr(recorder.States.__init__, "__defaults__", (made.monotonic,))
@@ -30,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_the_states_of_a_generator_follow_its_engine_and_it_waits_only_without_group_and_evaluation(
-    clock: Clock,
+    clock: TurnedClock,
 ) -> None:
     engine = EngineTimes()
     doing = Activity(Trace(), engine)

@@ -7,7 +7,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
 from actors import calls
-from actors.calls import MAX_CHARACTERS, in_a_line, started
+from actors.calls import in_a_line, started
 from service.backoff import Backoff
 
 DIED = """The actor died unexpectedly before finishing this task.
@@ -21,12 +21,6 @@ is killed by SIGKILL by OOM killer due to high memory usage. (2) ray stop --forc
 def test_a_process_that_died_is_one_line_without_guesses_at_the_cause() -> None:
     said = in_a_line(RayActorError(error_msg=DIED))
     assert said == "its process died: Worker unexpectedly exits with a connection error code 2; see its log"
-
-
-def test_a_long_line_is_cut_between_words() -> None:
-    said = in_a_line(RuntimeError("a traceback\n" + "word " * MAX_CHARACTERS))
-    assert len(said) <= MAX_CHARACTERS and set(said.split()) == {"word", "..."}
-    assert in_a_line(ValueError()) == "ValueError"
 
 
 REFUSED, DEAD = ActorUnavailableError("it restarts", None), ActorDiedError()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import signal
-import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,15 +18,13 @@ from actors.buffer.actor import LeasedBatch
 from actors.driver import coordinator as driving_loop
 from actors.driver.cluster import Cluster
 from actors.driver.coordinator import Coordinator
-from actors.observe import metrics_hub
-from actors.observe.metrics_hub import TARGETS_SECONDS
 from actors.weights.weight_source import TrainerLost
 from service.config import load_config
 from service.errors import RunFailed
 from service.handoff.steps.values import Routing
 from service.handoff.verbs import Wait, WaitReason
 from service.learn.learner import StepReport
-from service.run.folder import SUMMARY, TARGETS, warmed_model, write_address
+from service.run.folder import SUMMARY, warmed_model, write_address
 from service.run.liveness.supervisor import Life, Supervisor
 from service.run.preparing.inputs import Prepared
 from service.run.records.writer import RunWriter
@@ -78,19 +73,6 @@ STEPS = LOADS | {"step": answering(StepReport(True, None, {}))}
 LEASES: dict[str, Any] = {"ready": None, "join": 1, "lease": LEASED, "commit": None, "covered": None, "lost": ()}
 TOLD = dict.fromkeys(("journal_start", "journal_synced", "accepted_tokens"), 0)
 ENDED = {"tokens": {}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": []}
-
-
-class CancelsAt(list[str]):
-    """Lines; the task that prints a line which begins with `start` is cancelled."""
-
-    def __init__(self, start: str) -> None:
-        super().__init__()
-        self._start = start
-
-    def append(self, line: str) -> None:
-        super().append(line)
-        if line.startswith(self._start) and (task := asyncio.current_task()) is not None:
-            task.cancel()
 
 
 def fails(folder: Path, cluster: Cluster, reason: str, *settings: str, **more: Any) -> None:
@@ -247,35 +229,3 @@ def test_the_weights_of_the_best_evaluation_so_far_are_kept(tmp_path: Path) -> N
         *(("evaluated", 0), best, ("evaluated", 1), best),
         *(("evaluated", 2), ("evaluated", 3), ("export", tmp_path / "run" / "final")),
     ]
-
-
-@pytest.mark.parametrize(("seconds", "n_lookups"), [(TARGETS_SECONDS, 1), (0.0, 3)])
-def test_the_nodes_of_the_cluster_are_looked_up_off_the_loop_and_not_at_every_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, n_lookups: int
-) -> None:
-    threads: list[threading.Thread] = []
-
-    def nodes() -> list[dict[str, Any]]:
-        threads.append(threading.current_thread())
-        return [{"targets": [f"10.0.0.{len(threads)}:8080"], "labels": {}}]
-
-    monkeypatch.setattr(metrics_hub, "TARGETS_SECONDS", seconds)
-    monkeypatch.setattr(metrics_hub, "ray_targets", nodes)
-    fruitless = Wait(WaitReason.FILTERED, FRUITLESS, 0.0)
-    cluster = cluster_of(tmp_path / "run", LEASES | {"lease": [LEASED, LEASED, fruitless]}, STEPS)
-    fails(tmp_path, cluster, f"^{FRUITLESS}; nothing is left to learn from$", COLD)
-    assert len(threads) == n_lookups and threading.main_thread() not in threads
-    (file,) = (tmp_path / TARGETS).iterdir()
-    own, node = json.loads(file.read_text())
-    assert (own["labels"]["run"], own["labels"]["folder"]) == ("run", str(tmp_path / "run"))
-    assert (own["targets"], node["targets"]) == (["127.0.0.1:9400"], [f"10.0.0.{n_lookups}:8080"])
-
-
-def test_a_run_that_is_stopped_as_its_actors_start_leaves_no_coroutine_behind(tmp_path: Path) -> None:
-    said, cluster = CancelsAt("loading the model"), cluster_of(tmp_path / "run", LEASES, STEPS)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        with coordinating(tmp_path, cluster, COLD, said=said) as (coordinator, _), suppress(asyncio.CancelledError):
-            asyncio.run(coordinator.run())
-        gc.collect()
-    assert said[-1].startswith("loading the model") and [str(one.message) for one in warned] == []

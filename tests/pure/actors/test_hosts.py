@@ -71,9 +71,7 @@ def test_generators_follow_what_is_drained_also_after_a_look_that_failed(monkeyp
     ("line", "printed"),
     [
         ("Task BufferActor.submit failed. There are infinite retries remaining, so the task will be retried.", False),
-        ("Task BufferActor.claim failed. There are 3 retries remaining, so the task will be retried.", False),
         ("The node with node id: 4a10 and address: 10.0.0.3 and node name: b has been marked dead because\n(1)", False),
-        ("Raylet is terminated. Termination is unexpected.\n    [2026] C 29", False),
         ("A worker died or was killed while executing a task by an unexpected system error. To troubleshoot", False),
         ("Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed", True),
     ],

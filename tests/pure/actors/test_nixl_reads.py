@@ -255,18 +255,6 @@ def test_without_nixl_its_plugins_or_rdma_a_rank_says_so(nixl: type[FakeAgent], 
     assert PartBuffers().share() == (None, "a host has no network card with RDMA")
 
 
-@pytest.mark.parametrize("name", ["register_memory", "add_remote_agent", "initialize_xfer", "transfer"])
-async def test_pythons_own_errors_out_of_nixl_are_reasons_too(
-    rank: Ranks, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    def fails(*_: Any) -> None:
-        raise OSError(12, "no memory")
-
-    remotes = rank.remotes()
-    monkeypatch.setattr(FakeAgent, name, fails)
-    assert await rank.read(1, remotes) == "NIXL failed (OSError: [Errno 12] no memory)"
-
-
 def rank_process(connection: Connection) -> None:
     """Publish the versions that it is told, as a rank in a process of its own."""
     nixl_reads.RDMA_CARDS = Path("/sys")  # without RDMA, NIXL takes TCP or shared memory

@@ -12,6 +12,9 @@ from baton.examples import lookup
 from service.agents.session import Session
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import make_tokenizer
+from service.rollout.environment import Task
+from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.rows import write_rows
 from tests.pure.agents.endpoint import Client, House, client_of, opened
 from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON, tokenizer_of
 
@@ -27,6 +30,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("model")
     make_tokenizer(folder, lookup.vocabulary())
     return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(model: Path) -> list[Task]:
+    """Rows of the quick start without an environment of their own."""
+    write_rows(model / "train.jsonl", [row | {"env_class": ""} for row in lookup.rows(6, 0)])
+    return load_tasks(model / "train.jsonl")
 
 
 @pytest_asyncio.fixture(loop_scope="function")

@@ -23,25 +23,24 @@ from tests.pure.agents.talks import ALL, TALKS, ChatTalk
 
 @ALL
 async def test_an_unknown_or_missing_key_is_refused_and_nothing_is_filed(
-    house: House, session: Session, make: type[ChatTalk]
+    house: House, session: Session, client: Client, make: type[ChatTalk]
 ) -> None:
     talk = make("age ?")
-    async with client_of(house, session) as client:
-        for headers in (
-            {},
-            {"Authorization": "Bearer "},
-            {"x-api-key": session.key[:-1]},
-            {"Authorization": session.key},
-        ):
-            client.headers = headers
-            status, reply = await client.post(f"/s/0{talk.path}", talk.body())
-            assert status == 401 and talk.error(reply)
-        client.headers = {"x-api-key": session.key}
-        assert (await client.post(f"/s/{house.session(1).name}{talk.path}", talk.body()))[0] == 200, "the key decides"
-        session.finish(1.0)
-        assert (await client.post(talk.path, talk.body()))[0] == 409
-        house.sessions.remove(session)
-        assert (await client.post(talk.path, talk.body()))[0] == 409
+    for headers in (
+        {},
+        {"Authorization": "Bearer "},
+        {"x-api-key": session.key[:-1]},
+        {"Authorization": session.key},
+    ):
+        client.headers = headers
+        status, reply = await client.post(f"/s/0{talk.path}", talk.body())
+        assert status == 401 and talk.error(reply)
+    client.headers = {"x-api-key": session.key}
+    assert (await client.post(f"/s/{house.session(1).name}{talk.path}", talk.body()))[0] == 200, "the key decides"
+    session.finish(1.0)
+    assert (await client.post(talk.path, talk.body()))[0] == 409
+    house.sessions.remove(session)
+    assert (await client.post(talk.path, talk.body()))[0] == 409
     assert len(house.steps) == 1 and session.ended.result().reward == 1.0
 
 

@@ -45,15 +45,14 @@ async def test_the_same_conversation_has_the_same_tokens_through_every_client(ho
 
 @ALL
 async def test_a_reply_that_equals_another_one_is_continued_by_the_id_that_came_back(
-    house: House, session: Session, make: type[ChatTalk]
+    house: House, session: Session, client: Client, make: type[ChatTalk]
 ) -> None:
     """Two samples of the same request, equal in content: the client goes on from the first one."""
     says(house, called(), called(), "17")
     talk = make("age ?")
-    async with client_of(house, session) as client:
-        first, _ = [(await client.post(talk.path, talk.body()))[1] for _ in range(2)]
-        talk.answered(first, "owl")
-        assert (await client.post(talk.path, talk.body()))[0] == 200
+    first, _ = [(await client.post(talk.path, talk.body()))[1] for _ in range(2)]
+    talk.answered(first, "owl")
+    assert (await client.post(talk.path, talk.body()))[0] == 200
     one, other, third = session.tree.calls
     assert one.reply == other.reply and third.parent is one
 
@@ -115,6 +114,9 @@ async def test_codex_gets_namespaces_and_free_text_back_as_it_named_them(
     assert [call.how for call in session.tree.calls] == ["root", "appended"]
 
 
+ASKS = {"role": "user", "content": "age?"}
+USES = {"type": "tool_use", "id": "x", "name": "f", "input": {}}
+"""Only the text of an assistant can be continued."""
 IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 REFUSED = [
     (CHAT, {"n": 0}, "n"),
@@ -139,6 +141,7 @@ REFUSED = [
     (MESSAGES, {"tools": [{"type": 5, "name": "bash", "input_schema": {}}]}, "tools[0].type"),
     (MESSAGES, {"tools": [{"name": "bash"}]}, "tools[0].input_schema"),
     (MESSAGES, {"thread": {"type": "create"}}, "thread"),
+    (MESSAGES, {"messages": [ASKS, {"role": "assistant", "content": [USES]}]}, "messages[1]"),
 ]
 ASKED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": QUESTION}]},

@@ -76,32 +76,30 @@ async def test_no_byte_of_an_answer_leaves_before_the_buffer_has_the_step(
 
 @ALL
 async def test_a_step_that_the_buffer_refuses_is_not_answered_and_ends_the_session(
-    house: House, session: Session, make: type[ChatTalk]
+    house: House, session: Session, client: Client, make: type[ChatTalk]
 ) -> None:
     house.accepts = False
     talk = make("age ?")
-    async with client_of(house, session) as client:
-        status, reply = await client.post(talk.path, talk.body())
-        assert status == 502 and "abort" in talk.error(reply) and "17" not in talk.error(reply)
-        assert (await client.post(talk.path, talk.body()))[0] == 409
+    status, reply = await client.post(talk.path, talk.body())
+    assert status == 502 and "abort" in talk.error(reply) and "17" not in talk.error(reply)
+    assert (await client.post(talk.path, talk.body()))[0] == 409
     with pytest.raises(TrajectoryFailed, match="the buffer wants no more"):
         session.ended.result()
 
 
 @ALL
 async def test_a_failure_after_the_headers_is_an_event_of_the_dialect(
-    house: House, session: Session, make: type[ChatTalk], monkeypatch: pytest.MonkeyPatch
+    house: House, session: Session, client: Client, make: type[ChatTalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy_calls, "KEEP_ALIVE_SECONDS", 0.02)
     house.sampling.clear()
     house.say = lambda prompt: TrajectoryFailed(StopReason.ENGINE_TIMEOUT, "no turn")
     talk = make("age ?")
-    async with client_of(house, session) as client:
-        stream = asyncio.create_task(client.stream(talk.path, talk.body()))
-        await until(lambda: house.prompts)
-        await asyncio.sleep(0.1)
-        house.sampling.set()
-        said = (await stream).decode()
+    stream = asyncio.create_task(client.stream(talk.path, talk.body()))
+    await until(lambda: house.prompts)
+    await asyncio.sleep(0.1)
+    house.sampling.set()
+    said = (await stream).decode()
     assert said.startswith(policy_calls.COMMENT.decode()) and "error" in said and "engine_timeout" in said
     assert house.steps == [] and session.n_steps == 0
 
@@ -109,26 +107,25 @@ async def test_a_failure_after_the_headers_is_an_event_of_the_dialect(
 @ALL
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_client_that_lost_the_reply_gets_the_same_call_again(
-    house: House, session: Session, make: type[ChatTalk], streamed: bool
+    house: House, session: Session, client: Client, make: type[ChatTalk], streamed: bool
 ) -> None:
     says(house, "16", "17")
     house.accepting.clear()
     talk = make("age ?")
     body, left = talk.body() | ({"stream": True} if streamed else {}), asyncio.Event()
-    async with client_of(house, session) as client:
-        leaving = asyncio.create_task(client.leave(talk.path, body, left))
-        await until(lambda: house.steps)
-        left.set()
-        await leaving
-        await asyncio.sleep(0.05)
-        house.accepting.set()
-        await until(lambda: house.endpoint.requests.undelivered)
-        (call,) = session.tree.calls
-        assert not call.delivered
-        if streamed:
-            assert b"16" in await client.stream(talk.path, talk.body())
-        else:
-            assert talk.text((await client.post(talk.path, body))[1]) == "16"
+    leaving = asyncio.create_task(client.leave(talk.path, body, left))
+    await until(lambda: house.steps)
+    left.set()
+    await leaving
+    await asyncio.sleep(0.05)
+    house.accepting.set()
+    await until(lambda: house.endpoint.requests.undelivered)
+    (call,) = session.tree.calls
+    assert not call.delivered
+    if streamed:
+        assert b"16" in await client.stream(talk.path, talk.body())
+    else:
+        assert talk.text((await client.post(talk.path, body))[1]) == "16"
     assert session.tree.calls == [call] and call.delivered and len(house.steps) == 1
 
 

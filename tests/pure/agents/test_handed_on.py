@@ -15,14 +15,13 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import aiohttp
-import psutil
 import pytest
 import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from actors.driver import run as running
 from actors.engine.run_player import RunPlayer
-from baton.examples import lookup
 from service.agents import sessions
 from service.agents.session import Session
 from service.agents.sessions import Sessions, session_key
@@ -34,10 +33,9 @@ from service.handoff.steps.values import MAX_REWARD, NEEDED
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.environment import AgentSession, Task
-from service.rollout.prompts.dataset import load_tasks
-from service.rollout.prompts.rows import write_rows
 from service.rollout.run_secret import SECRET_FILE, RunSecret, run_secret
 from service.rollout.step_sinks import StepColumns
+from service.run.records.writer import RunWriter
 from service.types import TrajectoryEnd, TrajectoryId
 from tests.pure.agents.endpoint import CHAT, whole
 from tests.pure.rollout.conftest import ScriptedEngine
@@ -72,12 +70,6 @@ class HandsOn:
 
     async def resume(self, session: AgentSession, task: Task, seed: int) -> None:
         await self.play(session, task, seed, "resume")
-
-
-@pytest.fixture(scope="module")
-def tasks(model: Path) -> list[Task]:
-    write_rows(model / "train.jsonl", [row | {"env_class": ""} for row in lookup.rows(4, 0)])
-    return load_tasks(model / "train.jsonl")
 
 
 class Columns(StepColumns):
@@ -272,6 +264,12 @@ async def test_what_the_endpoint_refused_stands_in_the_log_and_in_the_reason_of_
     assert caplog.text.count(f"a request of session 5-1-0 is refused: {why}") == 1
 
 
+def kept() -> int:
+    """Sessions of which something holds on to."""
+    gc.collect()
+    return sum(type(thing) is Session for thing in gc.get_objects())
+
+
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [("silent", "environment_error"), ("late", "environment_timeout"), ("failed", "environment_error")],
@@ -281,13 +279,15 @@ async def test_a_session_without_an_end_is_lost_and_its_trajectory_attempted_aga
 ) -> None:
     deadlines = {"silent": {"silence": 0.2}, "late": {"deadline": 0.4}, "failed": {}}[fault]
     async with aclosing(Served(model, **deadlines)) as served:
+        before = kept()
         playing = served.play(tasks[0])
         await served.handed()
         if fault == "failed":
             await served.post(FINISH, {"status": "failed", "reason": "no disk"})
         assert (await playing).stop_reason == reason
         assert fault != "silent" or "no request of session 5-1-0 came for 0.2 s" in str(served.player.failures)
-        assert len(served.agents.sessions) == 0
+        HandsOn.handed.clear()
+        assert len(served.agents.sessions) == 0 and kept() <= before
 
 
 async def test_a_session_outlives_its_generators_process(model: Path, tasks: list[Task]) -> None:
@@ -371,35 +371,15 @@ def test_the_secret_of_a_run_lasts_and_only_its_user_reads_it(tmp_path: Path) ->
         run_secret(tmp_path)
 
 
-async def test_of_sessions_that_were_abandoned_nothing_is_left_and_the_next_one_goes_on(
-    model: Path, tasks: list[Task]
-) -> None:
-    async with aclosing(Served(model, silence=0.3)) as served:
-        await abandoned(served, tasks[0], 10)
-        before = left_of(served)
-        ends = await abandoned(served, tasks[0], 50)
-        assert {end.stop_reason for end in ends} == {"environment_error"}
-        assert all(now <= then for now, then in zip(left_of(served), before, strict=True))
-        playing = served.play(tasks[0])
-        await served.handed()
-        assert (await served.post(CHAT, asked(tasks[0])))[0] == 200
-        assert (await served.post(FINISH, {"reward": 1.0}))[0] == 200
-        assert (await playing).reward == 1.0
-
-
-async def abandoned(served: Served, task: Task, count: int) -> list[TrajectoryEnd]:
-    """The ends of sessions that are handed on, called once, and never heard of again."""
-    playing = [served.play(task, TrajectoryId(group, 0)) for group in range(count)]
-    for group in range(count):
-        await served.handed(f"{group}-0-0")
-        await served.post(CHAT, asked(task), session=f"{group}-0-0")
-    ends = await asyncio.gather(*playing)
-    HandsOn.handed.clear()
-    return ends
-
-
-def left_of(served: Served) -> tuple[int, ...]:
-    """Open sessions; objects and tasks of sessions; open files of this process."""
-    gc.collect()
-    objects = sum(type(thing) is Session for thing in gc.get_objects())
-    return len(served.agents.sessions), objects, len(asyncio.all_tasks()), psutil.Process().num_fds()
+def test_the_secret_reaches_the_generators_and_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "prepare", lambda config, folder: SimpleNamespace(model_folder=folder))
+    told: list[Any] = []
+    monkeypatch.setattr(running, "_run_on_ray", lambda *words: told.append(words) or 0)
+    (tmp_path / "run").mkdir()
+    folder = RunWriter(tmp_path / "run", has_begun=True)
+    config = Config.model_validate({"env": {"name": "agent", "command": ["true"]}})
+    assert running._run(config, folder, None) == 0
+    (secret,) = [word for word in told[0] if isinstance(word, RunSecret)]
+    assert secret.value.hex() == (folder.path / SECRET_FILE).read_text()
+    for file in folder.path.rglob("*"):
+        assert not file.is_file() or file.name == SECRET_FILE or secret.value.hex() not in file.read_text()

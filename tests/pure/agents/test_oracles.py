@@ -27,58 +27,16 @@ from service.rollout.engine import Generation
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.step_sinks import StepColumns
 from service.types import Step, TrajectoryId
-from tests.pure.agents.endpoint import House, opened, whole
-from tests.pure.agents.own_environment import IN_TIME, RUN_SECONDS, printed_by, python_with
-from tests.pure.agents.talks import called
+from tests.pure.agents.own_environment import IN_TIME, RUN_SECONDS, python_with
 from tests.pure.rollout.conftest import ScriptedEngine, generated
 from tests.pure.rollout.test_agent import optimal
 from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON
 
-OPENENV, VERIFIERS = "openenv==0.10.0", "verifiers==0.4.0"
+VERIFIERS = "verifiers==0.4.0"
 ROOT = Path(__file__).parents[3]
 PROGRAM, SUMS = ROOT / "baton" / "examples" / "verifiers_agent.py", "verifiers_sums"
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, IN_TIME]
-
-
-def varied(house: House, *texts: str) -> None:
-    """The policy says these texts, with other log-probabilities for each token; one ends at its limit."""
-    left = list(texts)
-
-    def say(prompt: str) -> Any:
-        text = left.pop(0) if left else "17"
-        ids = [token for letter in text for token in house.chat.plain(letter).tolist()]
-        cut = text.endswith("...")
-        made = generated(ids if cut else [*ids, house.chat.end_id], "length" if cut else "stop", sampled_end=not cut)
-        return replace(made, logprobs=-(1 + made.token_ids % 7 / 8 + len(house.prompts) / 64).astype(np.float32))
-
-    house.say = say
-
-
-def logprobs_of(step: Step) -> list[float]:
-    return [float(one) for one in step.logprobs[step.loss_mask]]  # type: ignore[index]
-
-
-async def test_openenv_captures_in_front_of_the_endpoint_what_the_steps_say(bytes_chat: Chat) -> None:
-    python = python_with(OPENENV)
-    async with opened(bytes_chat) as house:
-        session = house.session()
-        probes = "ok", called("{}"), "hello"
-        varied(house, *probes, called(), "it is ...", "sure")
-        got = await printed_by(python, "openenv_program.py", f"{house.address}/v1", session.key)
-    graded, entries = got["graded"], got["entries"]
-    assert (graded["level"], graded["ok"], graded["tools"]) == ("tokens", True, "ok"), graded
-    steps = sorted(house.steps, key=lambda step: step.index)[-len(entries) :]
-    prompts = whole(house.steps)[-len(entries) :]
-    assert len(entries) == 3
-    for entry, step, prompt in zip(entries, steps, prompts, strict=True):
-        sampled = step.response_ids[step.loss_mask].tolist()
-        assert (entry["prompt_token_ids"], entry["completion_token_ids"]) == (prompt, sampled)
-        assert entry["per_token_logps"] == logprobs_of(step)
-        assert entry["loss_mask"] == [0] * len(prompt) + [1] * len(sampled)
-    (sequence,) = got["sequences"]
-    assert sequence["trainable"] and sequence["input_ids"] == [*prompts[-1], *sampled]
-    assert sequence["n_trainable"] == sum(int(step.loss_mask.sum()) for step in steps)
 
 
 async def test_a_taskset_of_verifiers_runs_as_a_command(tmp_path: Path) -> None:

@@ -38,8 +38,6 @@ from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.check_inputs import check_inputs
 from service.rollout.env_guard import call_agent
 from service.rollout.environment import AgentSession, Task
-from service.rollout.prompts.dataset import load_tasks
-from service.rollout.prompts.rows import write_rows
 from service.rollout.step_sinks import StepColumns
 from service.types import Sender, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.agents.endpoint import whole
@@ -139,13 +137,6 @@ class Does:
                 return
             case what:
                 session.finish(*ENDS[what])
-
-
-@pytest.fixture(scope="module")
-def tasks(model: Path) -> list[Task]:
-    rows = [row | {"env_class": ""} for row in lookup.rows(6, 0)]
-    write_rows(model / "train.jsonl", rows)
-    return load_tasks(model / "train.jsonl")
 
 
 def settings(name: str, agents: AgentsConfig | None = None, **options: Any) -> Config:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -13,9 +12,7 @@ from openai.types.responses import response_create_params as responses
 
 from service.agents.dialects.dialect import Refused
 from service.agents.policy_calls import DIALECTS
-from tests.pure.agents.own_environment import IN_TIME, printed_by, python_with
 from tests.pure.agents.test_dialects import ASKED
-from tests.pure.agents.test_recipes import ANTHROPIC
 
 PAGE = Path("docs/agent-recipes.md").read_text()
 SDK = {
@@ -57,12 +54,3 @@ def test_every_field_of_a_request_is_honoured_ignored_or_refused_as_it_is_listed
 @pytest.mark.parametrize("path", SDK)
 def test_every_field_of_the_installed_sdk_is_listed(path: str) -> None:
     assert {*get_type_hints(SDK[path]), "stream"} <= set[str]().union(*listed(path))
-
-
-@IN_TIME
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize(("package", "paths"), [("openai==3.54.0", SDK), (ANTHROPIC, ["/v1/messages"])])
-async def test_the_lists_have_the_fields_of_the_newest_sdks_and_no_others(package: str, paths: Iterable[str]) -> None:
-    found = await printed_by(python_with(package), "sdk_fields_program.py", package.partition("==")[0])
-    assert [set(fields) for fields in found] == [set[str]().union(*listed(path)) for path in paths]

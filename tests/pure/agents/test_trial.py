@@ -69,17 +69,14 @@ async def test_an_agent_is_tried_with_a_script_(tmp_path: Path) -> None:
     assert "fields that do not reach the policy: top_k" in shown
 
 
-def test_a_trial_without_a_policy_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (empty := tmp_path / "replies.txt").touch()
-    for words in ([], ["--scripted", str(empty)], ["models/m", "--scripted", str(empty)]):
-        assert main(["agent-try", *words]) == 2
-        assert "--scripted FILE" in capsys.readouterr().err
-
-
-def test_a_folder_that_is_missing_or_no_model_is_refused_in_one_line_before_vllm_is_loaded(
+def test_a_trial_without_a_policy_or_a_folder_of_one_is_refused_in_one_line_before_vllm_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "actors.driver.try_agent", None)  # what loads vLLM
+    (empty := tmp_path / "empty.txt").touch()
+    for words in ([], ["--scripted", str(empty)], ["models/m", "--scripted", str(empty)]):
+        assert main(["agent-try", *words]) == 2
+        assert "--scripted FILE" in capsys.readouterr().err
     (tmp_path / "replies.txt").write_text("17")
     for words in ([], ["--scripted", str(tmp_path / "replies.txt")]):
         for folder in (tmp_path / "none", tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from service.agents.policy_calls import IGNORED_HEADER
 from service.rollout.chat.chat import Chat
-from tests.pure.agents.endpoint import CHAT, GENERATE, MESSAGES, RESPONSES, Client, House, client_of, opened
+from tests.pure.agents.endpoint import CHAT, GENERATE, MESSAGES, RESPONSES, Client, client_of, opened
 from tests.pure.agents.test_dialects import ASKED, TOOLS
 from tests.pure.rollout.test_special_tokens import tokenizer_of
 
@@ -109,14 +109,3 @@ async def test_a_begun_answer_is_continued_with_the_tokens_of_transformers_and_t
         assert house.is_exact and all(step.loss_mask.all() for step in house.steps)
         assert house.prompts[2][-5:] == chat.plain("yes, ").tolist()
         assert house.prompts[1].count(chat.end_id) == house.prompts[0].count(chat.end_id), "it is text"
-
-
-@pytest.mark.parametrize("path", CONTINUES)
-async def test_only_the_text_of_an_assistant_can_be_continued(house: House, client: Client, path: str) -> None:
-    asked, called = {"role": "user", "content": "age?"}, dict[str, Any](role="assistant", content="a")
-    if path == CHAT:
-        called["tool_calls"] = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    else:
-        called["content"] = [{"type": "tool_use", "id": "x", "name": "f", "input": {}}]
-    status, answer = await client.post(path, {**CONTINUES[path], "messages": [asked, called]})
-    assert status == 400 and answer["error"]["message"].startswith("messages[1]: ") and not house.prompts

@@ -137,18 +137,6 @@ def test_paths_of_another_machine_are_notes_of_the_validation_and_refused_by_a_r
     assert [line.split("override ")[1].split("=")[0] for line in refused] == ["model.path", "data.train"]
 
 
-def test_every_example_in_the_help_is_a_command_that_parses(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    examples = [
-        line.split("#")[0].split() for line in capsys.readouterr().out.splitlines() if line.startswith("  baton ")
-    ]
-    assert len(examples) >= 6
-    for words in examples:
-        split, _ = split_overrides(words[1:])
-        assert split[0] in COMMANDS
-
-
 def test_status_shows_what_a_run_serves(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

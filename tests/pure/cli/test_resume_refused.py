@@ -47,6 +47,19 @@ def rows(seed: int) -> list[dict[str, Any]]:
     return list(synthetic_data("lookup").rows(4, seed))
 
 
+def write_checkpoint(of: Checkpoints, step: int, model: Path, config: Config, base: Base | None = None) -> None:
+    """A checkpoint of weights that are 0, of the one rank of a trainer."""
+    lora = config.model.lora
+    shapes = trained_shapes(read_config(model), lora)
+    learner = {f"{kind}/{name}": torch.zeros(shape) for kind in KINDS for name, shape in shapes.items()}
+    alpha = None if lora is None else lora.alpha
+    metadata = CheckpointMetadata(steps=step, frozen={}, shapes=shapes, base=base, alpha=alpha, world_size=1)
+    writer = CheckpointWriter(0, 1)
+    writer.start(of.begin(step) / TRAINER, learner, metadata)
+    writer.finish()
+    of.finish(step, journal_position=0)
+
+
 def trained(config: Config, folder: RunWriter, prepared: Prepared, *others: object) -> int:
     """A run without Ray: it leaves a journal, a checkpoint and a summary."""
     journal, uids = Journal(folder.path / JOURNAL, SystemClock()), [task.uid for task in prepared.tasks]
@@ -55,16 +68,8 @@ def trained(config: Config, folder: RunWriter, prepared: Prepared, *others: obje
     Buffer(settings, uids, journal, SystemClock(), digest)
     journal.sync()
     journal.close()
-    checkpoints = Checkpoints(folder.path / CHECKPOINTS, keep=1)
-    parts = checkpoints.begin(STEP) / TRAINER
-    shapes = trained_shapes(read_config(prepared.model_folder), config.model.lora)
-    learner = {f"{kind}/{name}": torch.zeros(shape) for kind in KINDS for name, shape in shapes.items()}
-    base, alpha = (None, None) if config.model.lora is None else (Base.of(prepared.base), config.model.lora.alpha)
-    metadata = CheckpointMetadata(steps=STEP, frozen={}, shapes=shapes, base=base, alpha=alpha, world_size=1)
-    writer = CheckpointWriter(0, 1)
-    writer.start(parts, learner, metadata)
-    writer.finish()
-    checkpoints.finish(STEP, journal_position=0)
+    base = None if config.model.lora is None else Base.of(prepared.base)
+    write_checkpoint(Checkpoints(folder.path / CHECKPOINTS, keep=1), STEP, prepared.model_folder, config, base)
     folder.write_summary(SUMMARY_OF_RUN)
     return 0
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from actors.observe.reporting import Reporter
 from service.config import Config
@@ -22,6 +21,7 @@ from service.observe.measure import (
 from service.observe.metrics import AlertThresholds, Metrics
 from service.scorers.reply import REASONS
 from service.types import Extension, MicroBatch, MiniBatch, Step, TrajectoryEnd, TrajectoryId
+from tests.pure.metrics.test_metrics import value as value_of
 
 
 @pytest.fixture
@@ -30,12 +30,7 @@ def metrics() -> Metrics:
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
-    where = {**labels, "role": "r", "ident": "i"}
-    for family in text_string_to_metric_families(metrics.snapshot().decode()):
-        for sample in family.samples:
-            if sample.name == name and sample.labels == where:
-                return sample.value
-    raise KeyError(name)
+    return value_of(metrics.snapshot(), name, role="r", ident="i", **labels)
 
 
 def test_a_line_of_metrics_becomes_gauges_histograms_and_counters(metrics: Metrics) -> None:

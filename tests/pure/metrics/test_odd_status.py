@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
+import pytest
 
 from service.cli.status_view import status_lines
 from service.clock import SystemClock
@@ -13,18 +12,7 @@ from service.errors import UserError
 from service.observe.merged_metrics import Hub
 from service.observe.metrics import AlertThresholds, Metrics
 
-WORDS = """
-actors agents bound_by buffer detail folder generators groups incarnation max_steps not_learning policy_version reason
-reward/avg_raw_reward reward_gain reward_gain_interval role run seconds seconds_left since started state step
-stepped steps summary time timing/step tokens trainer_wait_fraction waits weights_sync_seconds who
-"""
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS.split()) | st.text(), inner, max_size=6)
-    ),
-    max_leaves=12,
-)
+ODD = (None, True, -1, 10**400, float("nan"), "", "half \ud800", [], [[]], {}, {"state": {}})
 
 
 def whole() -> dict[str, Any]:
@@ -69,13 +57,14 @@ def shown(document: Any) -> str:
         return str(error)
 
 
-@given(path=st.sampled_from(list(paths(whole()))), value=JSON)
-def test_a_document_of_which_a_part_is_anything_else_is_a_page_or_one_line(path: tuple[Any, ...], value: Any) -> None:
+@pytest.mark.parametrize("path", [*paths(whole())], ids=str)
+def test_a_document_of_which_a_part_is_anything_else_is_a_page_or_one_line(path: tuple[Any, ...]) -> None:
     document = whole()
     node = document
     for key in path[:-1]:
         node = node[key]
-    node[path[-1]] = value
-    assert shown(document)
+    for value in ODD:
+        node[path[-1]] = value
+        assert shown(document)
     del node[path[-1]]
     assert shown(document)

@@ -20,22 +20,15 @@ from service.run.records import progress
 from service.run.records.progress import QUIET_SECONDS, Progress, end_early
 from service.run.records.writer import RunWriter
 from service.types import PolicyVersion
+from tests.pure.buffer.world import TurnedClock
 
 BUFFER: dict[str, Any] = {"tokens": {"trained": 5}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": {}}
 METRICS = {"reward/avg_raw_reward": 0.5, "async/staleness_mean": 0.5, "generate/batch_padded_seq_len": 60.0}
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> TurnedClock:
+    clock = TurnedClock()
     monkeypatch.setattr(progress, "time", clock)
     return clock
 
@@ -62,7 +55,9 @@ def step(going: Progress, number: int, generators: Sequence[dict[str, Any]] = ()
     going.stepped(PolicyVersion(1, number), METRICS | more, {}, generators)
 
 
-def test_the_first_step_has_a_line_quick_ones_now_and_then_and_slow_ones_one_each(tmp_path: Path, clock: Clock) -> None:
+def test_the_first_step_has_a_line_quick_ones_now_and_then_and_slow_ones_one_each(
+    tmp_path: Path, clock: TurnedClock
+) -> None:
     said: list[str] = []
     run = RunWriter(tmp_path)
     going = begun(run, said)
@@ -78,7 +73,7 @@ def test_the_first_step_has_a_line_quick_ones_now_and_then_and_slow_ones_one_eac
     run.close()
 
 
-def test_a_line_says_what_bound_the_step_and_how_long_the_run_still_takes(tmp_path: Path, clock: Clock) -> None:
+def test_a_line_says_what_bound_the_step_and_how_long_the_run_still_takes(tmp_path: Path, clock: TurnedClock) -> None:
     said: list[str] = []
     states = {"starting": 50.0, "waiting": 0.0, "step": 0.0}
     going = begun(run := RunWriter(tmp_path), said, taken=10, states=lambda: dict(states))
@@ -105,7 +100,7 @@ def test_a_line_says_what_bound_the_step_and_how_long_the_run_still_takes(tmp_pa
     assert any(line.startswith("bound by generation: generation 89%, training 11%") for line in summary_lines(summary))
 
 
-def test_the_seconds_since_the_start_go_on_where_a_run_does(tmp_path: Path, clock: Clock) -> None:
+def test_the_seconds_since_the_start_go_on_where_a_run_does(tmp_path: Path, clock: TurnedClock) -> None:
     going = begun(run := RunWriter(tmp_path), [])
     clock.now += 30
     step(going, 1)
@@ -135,7 +130,7 @@ def test_the_gain_has_an_interval_once_there_are_enough_steps_to_tell(steps: int
 
 
 def test_what_environments_say_and_the_seconds_of_an_update_are_in_the_line_of_one_step(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, clock: TurnedClock
 ) -> None:
     config = load_config([Path("configs/quickstart.yaml")], [])
     run, metrics = RunWriter(tmp_path), Metrics("driver", "driver", AlertThresholds.of(config))
@@ -157,7 +152,7 @@ def test_what_environments_say_and_the_seconds_of_an_update_are_in_the_line_of_o
     assert b'baton_weight_sync_seconds_count{ident="driver",role="driver"} 2.0\n' in hub.page()
 
 
-def test_a_role_that_no_environment_names_is_said_once_after_the_first_step(tmp_path: Path, clock: Clock) -> None:
+def test_a_role_that_no_environment_names_is_said_once_after_the_first_step(tmp_path: Path, clock: TurnedClock) -> None:
     said: list[str] = []
     going = begun(run := RunWriter(tmp_path), said, "roles={verifier: {}, critic: {mode: judge}}")
     for number in (1, 2):

@@ -11,8 +11,6 @@ from service.cli.parser import main
 from service.config import Config
 from service.run.records.trajectories import FAILED, LostTrajectories, RecordSettings
 from service.run.records.writer import RunWriter
-from service.trace.tokens import UNUSED, tokens_of
-from service.trace.trajectories_page import html_page
 from service.types import TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import World, config, step
 
@@ -100,19 +98,3 @@ def test_a_log_probability_that_is_not_finite_can_be_written(tmp_path: Path) -> 
     records = lost.take()
     folder.append_trajectories(records)
     assert json.loads((folder.path / "trajectories.jsonl").read_text())["steps"][0]["logprobs"] == [None, -0.5]
-
-
-def test_they_are_listed_shown_and_exported_with_their_fate(tmp_path: Path) -> None:
-    world, lost = watched(tmp_path, config(algorithm={"filter_zero_variance": True}))
-    world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
-    world.generator.send([step(TrajectoryId(world.generator.claimed().group_id, 0), "p1", 0)])
-    world.buffer.end()
-    records = json.loads(json.dumps(lost.take()))
-    assert {token.kind for token in tokens_of(records[0]["steps"][0], records[0], 8, words)} == {"prompt", UNUSED}
-    assert {(record["fate"], record["reason"]) for record in records} == {
-        ("filtered", "zero_variance"),
-        ("expired", "run_end"),
-    }
-    page = html_page("run", records, len(records), 8, words)
-    assert "filtered (zero_variance)" in page and "expired (run_end)" in page
-    assert "return none" in page and 'class="unused"' in page
