@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.columns import widened
+from service.columns import NO_BYTE
 from service.handoff.batches.pack import PrefixOrder, prefix_order
 from service.learn.attention_layout import Packing, positions_in_rows, to_device
 from service.learn.compile import compiled_on_gpu
@@ -163,6 +163,7 @@ class DeviceBatch(NamedTuple):
     attention: dict[str, Any]
     """The arguments with which the model computes its attention."""
     routed_experts_SLK: Tensor | None
+    """The recorded experts of each layer, as bytes where they are recorded so; a layer widens its own."""
     state_M: Tensor
     """For each loss token, the slot whose hidden state predicts it."""
     token_ids_M: Tensor
@@ -200,19 +201,22 @@ class DeviceBatch(NamedTuple):
         loss_token_M = np.flatnonzero(micro.loss_mask_N)
         own_M, state_M = layout.own(layout.slot_N[loss_token_M - 1])
         loss_token_M = loss_token_M[own_M]
-        experts_NLK = None if micro.routed_experts_N is None else widened(micro.routed_experts_N)
+        experts_NLK, experts_SLK = micro.routed_experts_N, None
+        if experts_NLK is not None:
+            unknown = NO_BYTE if experts_NLK.dtype == np.uint8 else ROUTE_NATIVELY
+            experts_SLK = to_device(layout.in_slots(experts_NLK, unknown), device)
 
         def copy(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
             return to_device(array, device).to(dtype)
 
-        def laid_out(values_N: NDArray[Any], fill: int = 0) -> Tensor:
-            return copy(layout.in_slots(values_N, fill), torch.int64)
+        def laid_out(values_N: NDArray[Any]) -> Tensor:
+            return copy(layout.in_slots(values_N), torch.int64)
 
         return DeviceBatch(
             input_ids=laid_out(micro.token_ids_N).view(layout.shape),
             position_ids=laid_out(positions_in_rows(lengths_R)).view(layout.shape),
             attention=layout.attention,
-            routed_experts_SLK=None if experts_NLK is None else laid_out(experts_NLK, ROUTE_NATIVELY),
+            routed_experts_SLK=experts_SLK,
             state_M=to_device(state_M, device),
             token_ids_M=copy(micro.token_ids_N[loss_token_M], torch.int64),
             row_of_token_N=row_of_token(to_device(offsets_R, device), len(micro.token_ids_N)),

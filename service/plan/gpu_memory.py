@@ -22,6 +22,7 @@ from service.learn.model.hf_checkpoint import HEAD
 from service.learn.model.hf_config import code_of_the_model, read_config
 from service.learn.model.logprob import CHUNK_ENTRIES
 from service.learn.model.policy_model import Checkpointing, stored_shapes, trained_shapes
+from service.learn.model.router_replay import routing_of_model
 from service.learn.settings import LearnSettings
 from service.model_folder import EMBEDDING, experts_of
 from service.plan.kv_cache import kv_token_bytes
@@ -85,9 +86,11 @@ class Size(NamedTuple):
     """Bytes for each token in the layer whose backward pass runs."""
     query_width: int
     """Query heads times their dimension."""
+    routed: int
+    """Bytes of the recorded experts of one token."""
 
     @classmethod
-    def of(cls, folder: Path, learn: LearnSettings) -> Size:
+    def of(cls, folder: Path, learn: LearnSettings, record_experts: bool = False) -> Size:
         """Read the size from the config.json of a folder."""
         model, lora = read_config(folder), learn.model.lora
         with code_of_the_model(folder):
@@ -117,6 +120,7 @@ class Size(NamedTuple):
             kept=16.0 * hidden + 8 * mlp + 7.5 * attention + 6 * topk * hidden,
             peak=26.0 * hidden + 10 * mlp + 8 * attention + 8 * topk * hidden,
             query_width=query,
+            routed=routing_of_model(model, record_experts).token_bytes,
         )
 
 
@@ -142,7 +146,10 @@ def rank_bytes(size: Size, learn: LearnSettings, level: Checkpointing, ranks: in
     in_layer = size.peak * tokens * width / 2
     activations = stored * tokens * width / 2 + (in_layer if in_layer > logits else 0.0)
     logits = logits if logits >= in_layer else 0.0
-    return {**states, "gathered": gathered, "activations": activations, "logits": logits}
+    # of all micro-batches at once
+    trajectories = trainer.mini_batch_size * learn.algorithm.n_samples_per_prompt
+    experts = size.routed * max(tokens, trajectories * learn.longest_row / ranks)
+    return {**states, "gathered": gathered, "activations": activations, "logits": logits, "experts": experts}
 
 
 def bytes_of_parameter(learn: LearnSettings) -> float:
@@ -222,7 +229,8 @@ def _gb(held: float) -> str:
 
 def fit(settings: FitSettings, folder: Path, gpu_bytes: float) -> Fit:
     """The memory that a configuration needs on GPUs of `gpu_bytes`; `folder` needs only a `config.json`."""
-    learn, generator, size = settings.learn, settings.generator, Size.of(folder, settings.learn)
+    learn, generator = settings.learn, settings.generator
+    size = Size.of(folder, learn, generator.record_experts)
     width = bytes_of_parameter(learn)
     engine = size.parameters * width / generator.engine_gpus + ENGINE_BYTES
     kv = generator.kv_cache_bytes or gpu_bytes * generator.gpu_memory_utilization - engine

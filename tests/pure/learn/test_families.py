@@ -62,12 +62,17 @@ def choices(mixture: Path, micro: MicroBatch) -> tuple[list[torch.Tensor], torch
     return chosen, model(DeviceBatch.of(micro, DeviceSettings(CPU, torch.float32)))[0].detach()
 
 
-@pytest.mark.parametrize("layers", [3, 2])
-def test_recorded_experts_are_the_ones_that_compute(mixture: Path, layers: int) -> None:
+@pytest.mark.parametrize(("layers", "kind"), [(3, np.uint8), (2, np.int16)])
+def test_recorded_experts_are_the_ones_that_compute_and_stay_as_small_on_the_device(
+    mixture: Path, layers: int, kind: type[np.integer[Any]]
+) -> None:
     """Per layer of the model, or per layer with experts."""
     there = replayed(micro_batch(made_rows(3, seed=63)), layers, natively=0.3)
     assert there.routed_experts_N is not None
-    for position, seen in enumerate(choices(mixture, there)[0]):
+    recorded_as = replace(there, routed_experts_N=there.routed_experts_N.astype(kind))
+    on_device = DeviceBatch.of(recorded_as, DeviceSettings(CPU, torch.float32)).routed_experts_SLK
+    assert on_device is not None and on_device.nbytes == layers * 2 * kind().nbytes * len(there.token_ids_N)
+    for position, seen in enumerate(choices(mixture, recorded_as)[0]):
         recorded = there.routed_experts_N[:, position * (2 if layers == 3 else 1)]
         known = (recorded >= 0).all(-1)
         assert np.array_equal(seen.numpy()[known], recorded[known])
