@@ -1,5 +1,6 @@
-"""What an engine is started with; one that cannot fit is refused before, with what to change."""
+"""What an engine is started with; one that cannot fit, or would train wrongly, is refused with what to change."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ from transformers import AutoConfig
 
 from actors.engine import vllm_arguments as arguments_module
 from actors.engine.vllm_arguments import GPU_BATCHED_TOKENS, EngineSettings, engine_arguments
-from service.config import load_config
-from service.errors import UserError
+from service.config import Config, check, load_config
+from service.config.engine_options import REFUSED, installed_names, refusal
+from service.errors import ConfigError, UserError
 from tests.families.small import small_config
 
 FP8 = ["generator.quantization=fp8", "algorithm.correction.token_band=[0.5,2.0]"]
@@ -93,3 +95,48 @@ def test_adapters_of_a_mixture_of_experts_are_for_gpu_engines(
     for records in (True, False):
         arguments = arguments_of(made_model, *attention, f"generator.record_experts={str(records).lower()}")
         assert arguments["enable_lora"] and arguments["enable_return_routed_experts"] is records
+
+
+def configured(*settings: str) -> Config:
+    """The quick start with these settings, checked."""
+    config = load_config(["configs/quickstart.yaml"], settings)
+    check(config)
+    return config
+
+
+def test_an_option_of_vllm_reaches_the_engine_over_what_baton_would_set(made_model: Path) -> None:
+    arguments = arguments_of(made_model, "generator.engine_options.max_num_batched_tokens=512")
+    assert arguments["max_num_batched_tokens"] == 512
+    with pytest.raises(UserError, match="CPU build has no pipelines"):
+        arguments_of(made_model, "generator.engine_options.pipeline_parallel_size=2")
+
+
+@pytest.mark.parametrize("name", ["top_p", "speculative_config", "model", "cpu_offload_gb", "kv_transfer_config"])
+def test_an_option_with_which_a_run_would_train_wrongly_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"generator\.engine_options\.{name}: {refusal(name)}"):
+        configured(f"generator.engine_options.{name}=1")
+
+
+def test_every_pattern_of_a_refused_name_is_that_of_an_argument_of_the_installed_engine() -> None:
+    _sampling, *others = REFUSED.values()
+    for pattern in " ".join(others).split():
+        assert any(re.fullmatch(pattern, name) for name in installed_names()), pattern
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("max_batched_tokens=512", "did you mean max_num_batched_tokens"),
+        ("pipeline_parallel_size=0", "must be a whole number from 1 on"),
+    ],
+)
+def test_an_unknown_option_and_no_stage_are_refused(setting: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        configured(f"generator.engine_options.{setting}")
+
+
+def test_the_stages_of_a_pipeline_count_as_gpus_of_an_engine() -> None:
+    wide = ["generator.tensor_parallel_size=2", "generator.engine_options.pipeline_parallel_size=4"]
+    assert configured(*wide).generator.engine_gpus == 8
+    with pytest.raises(ConfigError, match="8 GPUs make up an engine"):
+        configured(*wide, "weights.transport=ipc", "generator.kv_cache_bytes=1048576")

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from itertools import product
+from pathlib import Path
 from time import process_time
-from typing import Any
+from typing import Any, get_type_hints
 
 import openai
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses import ResponseStreamEvent
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from pydantic import TypeAdapter
 
 from service.agents import policy_calls
 from service.agents.dialects import responses
+from service.agents.dialects.dialect import Refused
 from service.agents.policy_calls import DIALECTS
 from service.agents.session import Session
 from service.handoff.steps.values import StopReason
@@ -255,3 +260,42 @@ async def test_a_call_where_no_tool_may_be_called_is_text_and_the_conversation_g
             name = "input" if path == RESPONSES else "messages"
             assert (await client.post(path, {**ASKED[path], **more, name: follow}))[0] == 200
         assert session.tree.calls[1].parent is session.tree.calls[0]
+
+
+PAGE = Path("docs/agent-recipes.md").read_text()
+SDK: dict[str, Any] = {CHAT: CompletionCreateParamsBase, RESPONSES: ResponseCreateParamsBase}
+LIKELY = (True, 2, "x", {"type": "x"}, [{"type": "x"}], ["x"], {"x": "y"})
+"""Values of the kinds that fields have; one of them fits each field, and none is neutral."""
+
+
+def listed(path: str) -> list[set[str]]:
+    """The honoured, the ignored and the refused fields of a dialect, as the page has them."""
+    (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| {DIALECTS[path].name} |"))
+    return [set(re.findall(r"`(\w+)`", cell)) for cell in row.split("|")[2:5]]
+
+
+def fate(path: str, field: str) -> str:
+    """What becomes of a field with a value that has an effect."""
+    fates = set()
+    for value in LIKELY:
+        body: dict[str, Any] = {**ASKED[path], field: value}
+        try:
+            fates.add("ignored" if field in DIALECTS[path].read(body).ignored else "honoured")
+        except Refused as refused:
+            fates.add("refused" if (refused.field or "").split(".")[0].split("[")[0] == field else "honoured")
+    return fates.pop() if len(fates) == 1 else "honoured"
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_every_field_of_a_request_is_honoured_ignored_or_refused_as_it_is_listed(path: str) -> None:
+    honoured, ignored, refused = listed(path)
+    names = honoured | ignored | refused
+    assert len(names) == len(honoured) + len(ignored) + len(refused)
+    for name in names - ASKED[path].keys() - {"messages", "tools"}:
+        expected = "honoured" if name in honoured else "ignored" if name in ignored else "refused"
+        assert fate(path, name) == expected, name
+
+
+@pytest.mark.parametrize("path", SDK)
+def test_every_field_of_the_installed_sdk_is_listed(path: str) -> None:
+    assert {*get_type_hints(SDK[path]), "stream"} <= set[str]().union(*listed(path))

@@ -16,7 +16,7 @@ from actors.driver.run import run
 from service.cli import main
 from service.config import Config, WandbConfig, load_config, resolved_yaml
 from service.errors import RunFailed, UserError
-from service.run.folder import CONFIG, RUNS, SUMMARY, TARGETS, new_run_folder, read_lines, write_address
+from service.run.folder import CONFIG, RUNS, SUMMARY, TARGETS, new_run_folder, read_lines
 from service.run.records import writer
 from service.run.records.writer import RunWriter
 
@@ -113,16 +113,6 @@ def test_trajectories_are_kept_until_the_file_is_full(tmp_path: Path, monkeypatc
     for some, lines in ((trajectories[:1], 1), (trajectories[1:], 2), (trajectories, 2)):
         folder.append_trajectories(some)
         assert len(list(read_lines(tmp_path / "trajectories.jsonl"))) == lines
-
-
-def test_a_whole_file_is_replaced_at_once_and_leaves_no_parts(tmp_path: Path) -> None:
-    folder = RunWriter(tmp_path)
-    folder.write_summary({"state": "running"})
-    folder.write_summary({"state": "finished", "where": tmp_path})
-    write_address(tmp_path, "http://127.0.0.1:9400")
-    assert json.loads((tmp_path / "summary.json").read_text())["state"] == "finished"
-    assert json.loads((tmp_path / "address.json").read_text()) == {"url": "http://127.0.0.1:9400"}
-    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.fixture
