@@ -35,13 +35,13 @@ def own_python(folder: Path, peers: Path, requirements: Path | None) -> Path:
 
 
 @contextmanager
-def own_ray(folder: str, **environment: str) -> Iterator[None]:
+def own_ray(folder: str, num_cpus: int = 4, **environment: str) -> Iterator[None]:
     """Within the block Ray runs, with its files in `folder`; its processes can import code of the current folder."""
     import ray
 
     ray.init(
         address="local",
-        num_cpus=4,
+        num_cpus=num_cpus,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="error",

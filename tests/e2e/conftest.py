@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from actors import RAY_ENV
+from benchmarks.own_environment import own_ray
 from tests.conftest import processes_with
 from tests.e2e.ledger_watch import LedgerWatch
 from tests.e2e.verdict import lines_of, step_of
@@ -53,21 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    import ray  # reads its settings from the environment when it is imported, so `actors` has to come first
-
-    assert RAY_ENV.keys() <= os.environ.keys()
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        ray.init(
-            address="local",
-            num_cpus=8,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
-            _temp_dir=folder,
-        )
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder, own_ray(folder, num_cpus=8):
         yield
-        ray.shutdown()
 
 
 @dataclass

@@ -8,30 +8,19 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from service.rollout.chat.tokenizer import load_tokenizer, make_byte_tokenizer
-from tests.e2e.conftest import Drive
-from tests.e2e.test_engine import SHAPE
+from actors.driver.prepare import prepare
+from service.config import load_config
+from tests.e2e.conftest import ROOT, Drive
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(400)]
 
 SIZES = ["generator.max_input_length=512", "generator.max_generate_length=128", "model.dtype=float32"]
 
 
-def make_model(folder: Path) -> None:
-    """A small model of random weights, whose tokens are bytes."""
-    make_byte_tokenizer(folder)
-    tokenizer = load_tokenizer(folder)
-    torch.manual_seed(0)
-    shape = SHAPE | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    Qwen3ForCausalLM(Qwen3Config(**shape)).float().save_pretrained(folder)
-
-
 def test_a_trial_answers_calls_and_ends_at_once_where_its_engine_dies(drive: Drive, tmp_path: Path) -> None:
-    make_model(tmp_path)
-    trial = drive([str(tmp_path), *SIZES], command="agent-try")
+    model = prepare(load_config([ROOT / "configs/quickstart.yaml"]), tmp_path).model_folder
+    trial = drive([str(model), *SIZES], command="agent-try")
     told = re.search(r"OPENAI_BASE_URL=(\S+) OPENAI_API_KEY=(\S+)\n", trial.until("OPENAI_BASE_URL="))
     assert told is not None
     body = {"messages": [{"role": "user", "content": "age?"}], "max_tokens": 5}

@@ -2,11 +2,9 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import time
 import urllib.parse
@@ -28,6 +26,7 @@ from service.config import load_config
 from service.observe.metrics_table import TABLE
 from service.rollout.prompts.rows import write_rows
 from service.run.folder import TARGETS
+from tests.e2e.conftest import driving
 from tests.waiting import free_port, until
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +176,6 @@ def settings_of(folder: Path, flag: Path) -> list[str]:
         "generator.max_input_length=256",
         f"metrics={{port: 0, long_batch_tokens: {LONG_TOKENS}}}",
         "run.max_steps=100000",
-        f"run.dir={folder}",
     ]
 
 
@@ -185,29 +183,12 @@ def settings_of(folder: Path, flag: Path) -> list[str]:
 def real_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
     """A small run with real engines and a real trainer, after its third step."""
     folder = tmp_path_factory.mktemp("monitored")
-    flag = folder / "long"
-    command = [sys.executable, "-m", "service", "run", "--config", "configs/quickstart.yaml"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with (folder / "run.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, *settings_of(folder, flag)], cwd=ROOT, env=environment, stdout=log, stderr=log
-        )
-    try:
-        address = folder / "quickstart" / "address.json"
-        lines = folder / "quickstart" / "metrics.jsonl"
-
-        def under_way() -> bool:
-            assert process.poll() is None, (folder / "run.log").read_text()
-            return address.exists() and lines.exists() and lines.read_text().count("\n") >= 3
-
-        until(under_way, 400, (folder / "run.log").read_text)
-        yield RealRun(json.loads(address.read_text())["url"], psutil.Process(process.pid), folder, flag)
-    finally:
-        process.terminate()
-        try:
-            process.wait(120)
-        finally:
-            process.kill()
+    with driving(folder) as start:
+        run = start(settings_of(folder, folder / "long"))
+        run.until_step(3)
+        url = json.loads((run.folder / "address.json").read_text())["url"]
+        yield RealRun(url, psutil.Process(run.process.pid), folder, folder / "long")
+        run.stop()
 
 
 def get(url: str) -> str:

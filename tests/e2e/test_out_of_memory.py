@@ -7,15 +7,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import psutil
 import pytest
 
 from service.run.liveness.host_memory import REMEDIES
-from tests.e2e.conftest import QUICK, Drive
-from tests.e2e.short_of_memory import FOLDER
-from tests.e2e.verdict import judged
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
@@ -73,37 +69,3 @@ def test_an_actor_that_rays_memory_monitor_ends_is_named_with_its_size_and_what_
     )
     assert told is not None, line
     assert float(told[1]) > 0.2 and told[2].startswith(REMEDIES["generator"])
-
-
-def test_a_step_without_memory_is_taken_again_with_more_checkpointing_and_nothing_is_lost_or_trained_twice(
-    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the first step, in one after a checkpoint, and once more with all layers checkpointed."""
-    (tmp_path / "lacks").mkdir()
-    monkeypatch.setenv(FOLDER, str(tmp_path / "lacks"))
-    steps, every = 14, 4
-    run = drive(
-        [
-            "algorithm.loss=tests.e2e.short_of_memory:short_of_memory",
-            f"run.max_steps={steps}",
-            "run.max_restarts=1",
-            f"trainer.checkpoint_every={every}",
-            *QUICK,
-        ]
-    )
-    run.finish()
-    lacked = [line.partition(" (")[2].strip() for line in run.said if "out of memory" in line]
-    says = ": CUDA out of memory. Tried to allocate 2.00 GiB."
-    step = r"\); the trainer restarts from step (\d+)"
-    remedy = re.escape(f"; {REMEDIES['trainer']}, or use a host with more memory")
-    patterns = [
-        rf"rank 1 was out of memory, 0 of 2 layers kept their input only \(1 would take less\){says}{remedy}{step}",
-        rf"rank 1 was out of memory, 1 of 2 layers kept their input only \(2 would take less\){says}{remedy}{step}",
-        rf"rank 1 was out of memory, 2 of 2 layers kept their input only{says}{remedy}{step}",
-    ]
-    found = [re.fullmatch(pattern, line) for pattern, line in zip(patterns, lacked, strict=True)]
-    assert all(found), lacked
-    restarts = [int(match[1]) for match in found if match is not None]
-    assert restarts[0] == 0 and restarts == sorted(restarts) and all(step % every == 0 for step in restarts)
-    assert restarts[1] > 0
-    judged(run.folder, steps)

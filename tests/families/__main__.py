@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from service.errors import UserError
 from service.learn.model.hf_config import logit_scale, read_config
-from service.model_folder import FAMILIES, MODEL_CONFIG, experts_of, model_config, near_family, quantised
+from service.model_folder import FAMILIES, MODEL_CONFIG, experts_of, model_config, quantised
 from tests.families.prove import Finding, prove
 from tests.families.small import shrunk, small_config
 
@@ -26,12 +26,7 @@ HEADING = """\
 def main() -> int:
     """Check the model that is named, or print the table of all families; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.families", description=__doc__)
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="a Hugging Face folder, a config.json or a model type; none: the table",
-    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a Hugging Face folder or its config.json")
     model = parser.parse_args().model
     torch.set_num_threads(1)  # the models are so small that threads would only wait for each other
     logging.set_verbosity_error()
@@ -72,27 +67,16 @@ def check(model: str) -> int:
 
 
 def _small(model: str) -> PretrainedConfig:
-    """A small model like the one in a folder, given by its path or that of its config.json; or of a model type.
+    """A small model like the one in a folder, given by its path or that of its config.json.
 
     Raises:
-        UserError: there is no such folder and no such model type, or the model's weights are quantised.
+        UserError: the folder holds no model, or one whose weights are quantised or whose settings are too few.
     """
-    path = Path(model)
-    folder = path.parent if path.name == MODEL_CONFIG else path
-    if "/" in model and not (folder / MODEL_CONFIG).is_file():
-        raise UserError(f"{folder}: " + (f"there is no {MODEL_CONFIG}" if folder.is_dir() else "no such folder"))
+    folder = Path(model).parent if Path(model).name == MODEL_CONFIG else Path(model)
+    if reason := quantised(model_config(folder)):
+        raise UserError(f"{model} cannot be trained: {reason}")
     try:
-        if not (folder / MODEL_CONFIG).is_file():
-            return small_config(model)
-        if reason := quantised(model_config(folder)):
-            raise UserError(f"{model} cannot be trained: {reason}")
         return shrunk(read_config(folder, proven=False))
-    except ValueError as error:
-        near = near_family(model)
-        raise UserError(
-            f"{model}: neither a folder with a {MODEL_CONFIG} nor a model type of the installed transformers; "
-            + (f"the nearest family is {near}" if near else "docs/models.md lists the families")
-        ) from error
     except (AttributeError, KeyError) as error:
         raise UserError(
             f"{model} cannot be trained: its configuration lacks what all families have: {error}"

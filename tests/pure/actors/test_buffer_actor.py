@@ -14,7 +14,7 @@ import pytest
 import actors.buffer.actor
 from actors.buffer.actor import BufferActor, lock_journal
 from service.config import Config, load_config
-from service.errors import RunFailed
+from service.errors import JournalError, RunFailed
 from service.handoff.journal.journal import Journal
 from service.handoff.verbs import Claim, Receipt, Wait, WaitReason
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
@@ -114,3 +114,12 @@ def test_a_journal_belongs_to_one_process_until_that_ends(tmp_path: Path) -> Non
         LOCK(tmp_path / "journal", 0.1)
     first.close()
     LOCK(tmp_path / "journal", 0.0).close()
+
+
+async def test_a_damaged_journal_is_said_to_whoever_asks_instead_of_ending_the_process(tmp_path: Path) -> None:
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "first.journal").touch()
+    buffer = buffer_of(config(), tmp_path)
+    for method in (buffer.ready, buffer.status):
+        with pytest.raises(JournalError, match="a segment's name is the position"):
+            await method()

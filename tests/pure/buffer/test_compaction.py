@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from service.config.core_settings import worst_bytes
-from service.handoff.journal.disk import Buffer as Bytes
-from service.handoff.journal.disk import File
 from service.handoff.verbs import Assignment, Wait, WaitReason
 from service.types import MiniBatch, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.test_group_bytes import full_step, is_accepted, with_bounds
-from tests.pure.buffer.world import START, World, config, journal_bytes
+from tests.pure.buffer.world import START, World, config, journal_bytes, no_room_for_new_files
 
 
 @pytest.fixture
@@ -90,19 +86,13 @@ def test_a_group_that_was_copied_while_it_grows_is_finished_after_a_crash(world:
 
 
 def test_copies_whose_snapshot_did_not_reach_the_disk_count_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_for_new_files(self: File, offset: int, buffers: Sequence[Bytes]) -> int:
-        if not offset:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, offset, buffers)
-
-    write = File.write
     for _ in range(2):
         play(world, world.generator.claimed(), (1.0, 0.0))
     n_bytes, batch = world.buffer.status().n_bytes, world.train()
     while isinstance(work := world.generator.claim(world.buffer.version), Assignment):
         play(world, work, (1.0, 1.0))
         world.journal.sync()
-    monkeypatch.setattr(File, "write", full_for_new_files)
+    no_room_for_new_files(monkeypatch)
     world.journal.sync()
     assert world.journal.stalled
     world.crash(synced=False)

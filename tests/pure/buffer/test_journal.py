@@ -175,29 +175,6 @@ def test_damage_at_the_end_of_a_segment_that_is_not_the_last_refuses_to_start_an
     assert segment.read_bytes() == damaged, "evidence is left as it is"
 
 
-def test_a_kill_while_a_segment_begins_loses_nothing(tmp_path: Path) -> None:
-    journal = opened(tmp_path, segment_bytes=500)
-    for payload in HISTORY[:2]:
-        journal.append(2, payload)
-        journal.sync()
-    assert journal.reserve(5000), "the old file still has its reserved space"
-    (tmp_path / f"{journal.position:020d}.journal").touch()
-    assert payloads(tmp_path) == HISTORY[:2]
-
-
-def test_a_full_disk_keeps_frames_queued_and_recovers_when_space_returns(tmp_path: Path) -> None:
-    disk = MemoryDisk(room=400)
-    journal = opened(tmp_path, disk)
-    history = [bytes([i]) * 100 for i in range(4)]
-    positions = [journal.append(2, payload) for payload in history]
-    journal.sync()
-    assert journal.synced < positions[0] and journal.stalled is not None
-    disk.room = 10_000
-    journal.sync()
-    assert journal.synced == positions[-1] and journal.stalled is None
-    assert payloads(tmp_path, disk) == history
-
-
 class SharedDisk(MemoryDisk):
     """A full disk beside another process, which takes what is given back first."""
 

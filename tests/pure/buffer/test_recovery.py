@@ -1,20 +1,16 @@
-import errno
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from service.errors import RunFailed, UserError
-from service.handoff.journal.disk import Buffer as Bytes
-from service.handoff.journal.disk import File
 from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Wait, WaitReason
 from service.rollout.environment import Message, Task
 from service.rollout.prompts.dataset import rows_digest
 from service.types import PolicyVersion, TrajectoryId
 from tests.invariant import fingerprint, violations
-from tests.pure.buffer.world import World, config, step
+from tests.pure.buffer.world import World, config, no_room_for_new_files, step
 from tests.recorded import KEPT
 
 
@@ -183,16 +179,11 @@ def test_a_trainer_cannot_go_on_from_a_step_that_the_journal_does_not_know(tmp_p
 def test_steps_stay_in_the_journal_until_the_snapshot_that_needs_them_no_more_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full_for_new_files(self: File, offset: int, buffers: Sequence[Bytes]) -> int:
-        if not offset:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, offset, buffers)
-
-    world, write = World(tmp_path, segment_bytes=1), File.write
+    world = World(tmp_path, segment_bytes=1)
     for _ in range(2):
         world.play(1)
         world.journal.sync()
-    monkeypatch.setattr(File, "write", full_for_new_files)
+    no_room_for_new_files(monkeypatch)
     world.train()
     while not world.journal.stalled:
         world.buffer.join("generator", "another")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from service.columns import digest
 from service.config import Config
 from service.config.core_settings import batch_settings, buffer_settings, message_limits, worst_bytes
 from service.handoff.buffer import Buffer
+from service.handoff.journal.disk import Buffer as Bytes
+from service.handoff.journal.disk import File
 from service.handoff.journal.journal import Journal
 from service.handoff.leases import BatchJob
 from service.handoff.steps import wire
@@ -37,6 +41,18 @@ def journal_bytes(settings: Config) -> int:
     """Bytes of the smallest journal that never fills up for good."""
     steps = max(settings.trainer.checkpoint_every * settings.trainer.keep_checkpoints, 1)
     return worst_bytes(settings).journal(steps * settings.trainer.mini_batch_size)
+
+
+def no_room_for_new_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the disk takes more bytes only in files that have some."""
+
+    def write_behind(self: File, offset: int, buffers: Sequence[Bytes]) -> int:
+        if not offset:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, offset, buffers)
+
+    write = File.write
+    monkeypatch.setattr(File, "write", write_behind)
 
 
 class TurnedClock:

@@ -47,15 +47,9 @@ def test_the_newest_whole_checkpoint_is_found_and_old_ones_are_dropped(tmp_path:
     assert folders(tmp_path) == ["step_10", "step_15"]
 
 
-def test_a_checkpoint_without_its_manifest_does_not_count(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=3)
-    written(checkpoints, 5)
-    (checkpoints.begin(10) / "rank_0.safetensors").write_bytes(b"half")
-    assert newest(checkpoints) == 5
-
-
-def test_a_checkpoint_is_passed_over_when_a_file_or_its_manifest_is_damaged(tmp_path: Path) -> None:
+def test_a_checkpoint_is_passed_over_when_a_file_or_its_manifest_is_missing_or_damaged(tmp_path: Path) -> None:
     checkpoints = made(tmp_path, 9, 5, 10, 15, 20)
+    (checkpoints.begin(25) / "rank_0.safetensors").write_bytes(b"half")
     (tmp_path / "step_20" / "trainer" / "learner.json").unlink()
     (tmp_path / "step_15" / "trainer" / "rank_0.safetensors").write_bytes(b"\x0f" * 999 + b"\x10")
     (tmp_path / "step_10" / MANIFEST).write_text('{"step": 10')

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from service.columns import digest
-from service.handoff.batches.pack import Layout, place
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.sharing import check_references
 from service.handoff.steps.tables import steps_table
@@ -90,12 +89,4 @@ def test_merging_costs_what_the_new_tokens_cost(shape: Shape, mode: Any, rows: i
 def test_checking_references_costs_what_the_new_tokens_cost(shape: Shape) -> None:
     assert grows_like_the_tokens(
         lambda count: episode(shape, count), lambda steps: check_references((steps, k) for k in range(len(steps)))
-    )
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_placing_rows_of_which_hardly_two_fit_a_micro_batch_costs_what_the_rows_cost(layout: Layout) -> None:
-    assert grows_like_the_tokens(
-        lambda count: np.random.default_rng(0).integers(400, 700, 8 * count),
-        lambda length_R: place(length_R, np.arange(len(length_R), dtype=np.int32), 2, 1000, layout),
     )

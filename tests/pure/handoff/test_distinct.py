@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
-import torch
 
 from service.handoff.batches.pack import MIN_SHARED, prefix_order
-from service.learn import attention_layout
-from service.learn.attention_layout import Lines, Packing
 from service.learn.device_batch import distinct_slots
-from tests.pure.learn.builders import CPU
 from tests.pure.learn.trees import tree_rows
 
 
@@ -36,43 +30,6 @@ def test_two_tokens_are_one_exactly_if_their_rows_are_alike_up_to_them(seed: int
             slot = int(slot_N[start + place])
             assert slots.setdefault(slot, row[: place + 1]) == row[: place + 1]
     assert slots.keys() == set(range(len(prefixes(rows))))
-
-
-def slots_of_lines(lines: Lines, n_slots: int) -> np.ndarray:
-    """[rows, width] the slot of each token of the lines; -1 in the padding."""
-    slots = np.full(lines.rows * lines.width, -1)
-    slots[lines.slot_B.numpy()] = np.arange(n_slots) if lines.token_B is None else lines.token_B.numpy()
-    return slots.reshape(lines.rows, lines.width)
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_a_token_attends_once_to_each_token_of_its_row_up_to_itself(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_layout, "CALL_COST", 30)
-    _, token_ids, offsets = packed(seed)
-    order = prefix_order(token_ids, offsets, least=1, fraction=0)
-    slot_N = distinct_slots(order, offsets)
-    n = int(slot_N.max()) + 1
-    attends = np.zeros((n, n), int)
-    for bucket in Packing.of_tree(order, slot_N, offsets, CPU).buckets:
-        queries, keys = slots_of_lines(bucket.queries, n)[:, :, None], slots_of_lines(bucket.keys, n)[:, None]
-        seen = (bucket.mask(None, torch.float32)[:, 0].numpy() == 0) & (queries >= 0) & (keys >= 0)
-        np.add.at(attends, tuple(np.broadcast_to(slots, seen.shape)[seen] for slots in (queries, keys)), 1)
-    expected = np.zeros((n, n), int)
-    for start, stop in pairwise(offsets):
-        path = slot_N[start:stop]
-        expected[path[:, None], path[None]] |= np.tri(stop - start, dtype=int)
-    assert np.array_equal(attends, expected)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_padded_query_sees_a_key_too_so_that_its_softmax_is_a_number(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention_layout, "CALL_COST", 10_000)
-    _, token_ids, offsets = packed(seed)
-    order = prefix_order(token_ids, offsets, least=1, fraction=0)
-    for bucket in Packing.of_tree(order, distinct_slots(order, offsets), offsets, CPU).buckets:
-        assert (bucket.mask(2, torch.float32) == 0).any(-1).all()
 
 
 @pytest.mark.parametrize("seed", range(40))

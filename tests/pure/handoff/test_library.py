@@ -31,11 +31,6 @@ def test_the_core_needs_neither_torch_nor_ray_nor_what_reads_configurations() ->
     assert {"numpy", "xxhash"} <= loaded and not loaded & {"torch", "ray", "vllm", "pydantic", "yaml", "transformers"}
 
 
-def test_a_mistyped_way_of_merging_is_an_error() -> None:
-    with pytest.raises(ValueError, match="is none of 'off', "):
-        merge_steps([step(0, [1], [2])], "Linear")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("wrong", [{"ranks": 0}, {"token_budget": 0}, {"mode": "Linear"}])
 def test_settings_of_a_mini_batch_are_checked_when_they_are_made(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -1,7 +1,6 @@
-"""Habits of a repository: checks at a commit, workflows, templates, decisions; each does what it says."""
+"""Habits of a repository: checks at a commit and workflows; each does what it says."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,10 @@ from scripts.check_files import MAX_BYTES, main, problems
 ROOT = Path(__file__).parents[3]
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
-DECISIONS = sorted(path for path in (ROOT / "docs" / "decisions").glob("*.md") if path.name != "index.md")
 
 
 def read(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
-
-
-def hooks() -> dict[str, dict[str, Any]]:
-    repositories = read(ROOT / ".pre-commit-config.yaml")["repos"]
-    assert {repository["repo"] for repository in repositories} == {"local"}, "versions have one source: the locks"
-    return {hook["id"]: hook for repository in repositories for hook in repository["hooks"]}
-
-
-def test_the_checks_at_a_commit_are_ruff_mypy_and_the_files() -> None:
-    assert set(hooks()) == {"ruff-check", "ruff-format", "mypy", "files"}
-    for hook in hooks().values():
-        program, *words = hook["entry"].split()
-        assert program.startswith(".venv/bin/") and hook["language"] == "system"
-        if "-m" in words:
-            assert (ROOT / Path(*words[words.index("-m") + 1].split(".")).with_suffix(".py")).is_file()
-        else:
-            # The tool is one that `make dev` installs.
-            assert (Path(sys.executable).parent / Path(program).name).exists()
 
 
 @pytest.mark.parametrize(
@@ -72,11 +52,3 @@ def test_workflows_call_what_there_is_with_few_rights_and_a_deadline() -> None:
                 command = step["run"].split()
                 assert command == [".ci/run"] or (command[0] == "make" and set(command[1:]) <= targets)
     assert {".ci/run", "make docs", "make dist"} <= commands
-
-
-def test_a_decision_says_why_what_follows_and_what_would_change_it() -> None:
-    for path in DECISIONS:
-        text = path.read_text()
-        parts = re.findall(r"^\*\*(.+?)\.\*\*", text, re.MULTILINE)
-        assert parts == ["Context", "Decision", "Consequences", "What would change it"], path.name
-        assert f"]({path.name})" in (path.parent / "index.md").read_text()

@@ -53,6 +53,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "masks": {"loss": "cispo", "correction": {"geometric_band": (0.6, 1.1), "outlier_band": (0.2, 5.0)}},
 }
 
+MERGED_WAYS = ["token_mean", "gspo", "sequence TIS", "kl k3", "trajectory_mean", "masks"]
+"""Ways that count tokens, trajectories and groups differently: few enough for many batches."""
+
 
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token is worth sharing, and norms compute in the model's type.

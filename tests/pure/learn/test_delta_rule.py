@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from service.learn.attention_layout import CHUNK, Chunks
-from service.learn.model.delta_net import EPSILON, causal_convolution, gated_delta_rule
+from service.learn.model.delta_net import EPSILON, gated_delta_rule
 from tests.pure.learn.builders import CPU
 
 HEADS, KEYS, VALUES, TAPS = 2, 6, 5, 4
@@ -46,22 +46,3 @@ def test_output_and_gradients_are_those_of_the_recurrence_row_by_row(lengths: li
     weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     gradients = [torch.autograd.grad((out * weight).sum(), x) for out, x in ((found, ours), (expected, own))]
     torch.testing.assert_close(*gradients, atol=1e-11, rtol=1e-11)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_other_values_in_a_row_leave_the_other_rows_equal_to_the_last_bit(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, 3 * CHUNK, int(rng.integers(2, 6)))
-    offsets = np.cumsum([0, *lengths])
-    chunks, row = Chunks.of(offsets, CPU), int(rng.integers(len(lengths)))
-    plain, other = made(int(offsets[-1]), seed), made(int(offsets[-1]), seed)
-    for x, different in zip(other, made(int(offsets[-1]), seed + 1000), strict=True):
-        x[offsets[row] : offsets[row + 1]] = different[offsets[row] : offsets[row + 1]]
-    weight = torch.randn(HEADS * VALUES, TAPS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    for of in (
-        lambda x: gated_delta_rule(*x, chunks),
-        lambda x: causal_convolution(x[2].flatten(1), weight, chunks),
-    ):
-        same = (of(plain) == of(other)).flatten(1).all(1)
-        assert same[chunks.row_N != row].all()
-        assert not same[chunks.row_N == row].any()

@@ -45,13 +45,6 @@ def test_dropout_that_a_model_s_configuration_asks_for_is_left_out(tmp_path: Pat
         torch.testing.assert_close(logprobs(folder, micro, layout=layout), plain, atol=1e-5, rtol=1e-5)
 
 
-def test_every_family_takes_a_step(family: Path) -> None:
-    learner = Learner(settings(trainer={"gradient_checkpointing": True}), family, CPU, 0, 1)
-    reports = [learner.step(mini_batch([[made_rows(4, seed=61)]], trajectories=4)) for _ in range(4)]
-    assert all(report.applied for report in reports)
-    assert reports[-1].metrics["policy/policy_loss"] < reports[0].metrics["policy/policy_loss"]
-
-
 def choices(mixture: Path, micro: MicroBatch) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The experts that computed each token, for each layer that has experts (the second of three has none), and the
     log-probabilities."""

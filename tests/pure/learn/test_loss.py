@@ -341,11 +341,6 @@ def spread(advantage_G: list[float], trajectory_R: list[int], lengths_R: list[in
     return [float(value) for value in value_N]
 
 
-def test_every_row_of_a_trajectory_takes_its_advantage_by_its_own_mask() -> None:
-    mask = [False, False, True, False, True, False, True, True]
-    assert spread([0.5, -1.0], [0, 0, 1], [3, 2, 3], mask) == [0, 0, 0.5, 0, 0.5, 0, -1.0, -1.0]
-
-
 def test_a_dummy_row_takes_nothing_even_from_an_advantage_that_is_not_a_number() -> None:
     assert spread([float("nan")], [-1], [2], [True, True]) == [0, 0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,24 +134,6 @@ def test_a_family_that_nobody_checked_gets_a_line_for_each_comparison_and_each_r
     assert said.split()[0] == "loads" and said.splitlines()[-1].startswith("mixtral ")
     assert said.count("has no weight") == 1 and "padded, shared prefixes" in said and "the same as packed" in said
     assert "the small model has no weight" in said and "baton-proof" not in said and "model.path" not in said
-
-
-@pytest.mark.parametrize(
-    ("model", "why"),
-    [
-        ("models/nothere/config.json", "models/nothere: no such folder"),
-        ("./", "there is no config.json"),
-        ("nonsense", "docs/models.md lists the families"),
-        ("Qwen33", "the nearest family is qwen3"),
-    ],
-)
-def test_what_is_no_model_is_told_and_a_family_is_named_only_if_it_is_near(
-    model: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=f"{re.escape(why)}$") as told:
-        check(model)
-    assert ("nearest" in str(told.value)) == ("nearest" in why)
 
 
 def test_a_folder_with_quantised_weights_is_refused_as_such(tmp_path: Path) -> None:

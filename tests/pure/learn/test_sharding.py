@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from service.types import MiniBatch
 from tests.pure.learn.builders import CPU, SHAPE, made_rows, mini_batch, settings
 from tests.pure.learn.families import saved
 from tests.pure.learn.outcomes import (
+    MERGED_WAYS,
     TRAJECTORIES,
     WAYS,
     Outcome,
@@ -41,7 +41,6 @@ from tests.pure.learn.outcomes import (
     reference,
 )
 from tests.pure.learn.ranks import Ranks
-from tests.pure.learn.test_split import MERGED_WAYS, MODES, formed, group_of
 
 N_MICRO_BATCHES = 3
 NODES = ["a", "b", "a", "b"]
@@ -351,21 +350,6 @@ def test_ranks_leave_metrics_and_gradient_as_they_are(
     ways = list(WAYS) if world_size == 2 else MERGED_WAYS[:4]
     results = ranks(world_size, of_rank, model_folder, ways, batches)
     for way in ways:
-        expected = outcome(moved(configured(way), model_folder, whole), whole)
-        for found in results:
-            for ours in found[way]:
-                assert_same(ours, expected, 1e-9)
-
-
-def test_so_do_ranks_with_the_rows_of_merged_steps(
-    model_folder: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exact(monkeypatch)
-    steps, ends = group_of(np.random.default_rng(70))
-    whole = formed(steps, ends, mode="off")
-    of_two = [formed(steps, ends, mode=mode, ranks=2, token_budget=80) for mode in MODES]
-    results = ranks(2, of_rank, model_folder, MERGED_WAYS, of_two)
-    for way in MERGED_WAYS:
         expected = outcome(moved(configured(way), model_folder, whole), whole)
         for found in results:
             for ours in found[way]:

@@ -20,6 +20,7 @@ from service.learn.learner import Learner
 from service.types import MiniBatch, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.learn.builders import CPU, mini_batch, settings
 from tests.pure.learn.outcomes import (
+    MERGED_WAYS,
     PACKED,
     SHARED,
     TRAJECTORIES,
@@ -37,7 +38,6 @@ from tests.pure.learn.outcomes import (
 
 FORMS = ((PACKED, "float64", 1e-9), ("padded", "float64", 1e-9), (SHARED, "float64", 1e-9), (PACKED, "float32", 1e-4))
 MODES: list[Mode] = ["off", "linear", "tree"]
-MERGED_WAYS = ["token_mean", "gspo", "sequence TIS", "kl k3", "trajectory_mean", "masks"]
 SAMPLES = 4
 
 

@@ -16,16 +16,7 @@ from service.learn.learner import Learner
 from service.learn.model.policy import Policy
 from service.learn.supervised import SupervisedSteps
 from service.types import SupervisedRow
-from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
-
-
-def test_supervised_steps_learn_what_the_mask_names(model_folder: Path) -> None:
-    learner = Learner(settings(), model_folder, CPU, 0, 1)
-    rows = [SupervisedRow(row.token_ids, row.loss_mask) for row in made_rows(6, seed=10)]
-    supervised = SupervisedSteps(settings(), learner.policy)
-    losses = [supervised.step(rows, lr=5e-3) for _ in range(30)]
-    assert losses[-1] < 0.6 * losses[0]
-    assert learner.step(mini_batch([[made_rows(6, seed=10)]], trajectories=6)).applied
+from tests.pure.learn.builders import CPU, made_rows, settings
 
 
 def test_losses_and_steps_are_those_of_transformers_and_adam(model_folder: Path) -> None:

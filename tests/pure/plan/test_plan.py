@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -122,16 +121,6 @@ def test_wrong_input_is_one_line(
         code = int(ended.code or 0)
     *_, said = capsys.readouterr().err.splitlines()
     assert code == 2 and told in said
-
-
-def test_a_folder_with_a_description_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = model_folder("Qwen3-8B", tmp_path)
-    words = ["plan", "--config", "configs/gsm8k.yaml", f"model.path={folder}"]
-    assert main(words) == 0
-    (folder / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
-    assert main(words) == 2 and "unheard_of" in capsys.readouterr().err
-    (folder / "config.json").unlink()
-    assert main(words) == 2 and "config.json" in capsys.readouterr().err
 
 
 def test_a_model_that_the_run_would_make_is_planned_too(capsys: pytest.CaptureFixture[str]) -> None:

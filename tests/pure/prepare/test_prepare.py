@@ -109,32 +109,11 @@ def test_a_damaged_file_of_a_model_is_one_line(file: str, text: str | None, mode
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "wrong"),
-    [({"pad_token_id": 10**9}, "Padding_idx"), ({"quantization_config": {"quant_method": "fp8"}}, "quantised")],
-)
-def test_a_model_that_cannot_be_trained_is_one_line(
-    settings: dict[str, object], wrong: str, model: Path, tmp_path: Path
-) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | settings))
-    with pytest.raises(UserError, match=rf"^model\.path: .*{wrong}"):
-        prepare(pointed_at(model), tmp_path / "run")
-
-
 def test_a_made_model_that_no_memory_holds_is_refused_before_it_is_made(tmp_path: Path) -> None:
     sizes = ["model.make.hidden_size=4096", "model.make.num_layers=64"]
     with pytest.raises(UserError, match=r"model\.make: training \d+ parameters takes \d+ MiB, \d+ MiB are free"):
         prepare(load_config([QUICKSTART], sizes), tmp_path / "run")
     assert not (tmp_path / "run/model/model.safetensors").exists()
-
-
-def test_a_mixture_of_datasets_becomes_the_file_of_prompts(model: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "{name}", "uid": "{name}", "seed": 1}}\n')
-    mixture = [f"data.mixture.{name}.path={tmp_path / name}.jsonl" for name in ("a", "b")]
-    tasks = prepare(pointed_at(model, "data.make_rows=null", *mixture), tmp_path / "run").tasks
-    assert sorted(task.uid for task in tasks) == ["a/a", "b/b"]
 
 
 def test_a_run_that_is_refused_leaves_no_folder(model: Path, tmp_path: Path) -> None:

@@ -60,11 +60,6 @@ class Raises(Echo):
         raise KeyError("gone")
 
 
-class Interrupts(Echo):
-    async def step(self, text: str) -> StepResult:
-        raise KeyboardInterrupt
-
-
 class ReadsStdin(Echo):
     async def step(self, text: str) -> StepResult:
         return await super().step(subprocess.run(["cat"], capture_output=True, text=True, check=True).stdout)

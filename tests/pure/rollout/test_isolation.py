@@ -43,7 +43,6 @@ def isolated(processes: ChildProcesses, name: str, **options: str) -> IsolatedEn
         ("Blocks", "environment_timeout"),
         ("Segfaults", "environment_error"),
         ("Exits", "environment_error"),
-        ("Interrupts", "environment_error"),
         ("Floods", "environment_output"),
     ],
 )

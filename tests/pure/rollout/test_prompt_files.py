@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from actors.driver.prepare import prepare
 from baton.examples.gsm8k import Gsm8k
 from service.cli import main
-from service.config import Config, DataConfig, EnvConfig, GeneratorConfig, LoraConfig, load_config
+from service.config import Config, DataConfig, EnvConfig, GeneratorConfig, load_config
 from service.config.rollout import ColumnsConfig, MixturePart
 from service.errors import UserError
-from service.learn.model.adapter_folder import Base, write_adapter
 from service.rollout.chat.chat import MessagesRefused
 from service.rollout.check_inputs import check_inputs
 from service.rollout.environment import Message, Task
@@ -190,19 +189,13 @@ def test_a_mixture_the_evaluation_sets_and_demonstrations_are_prepared(tmp_path:
     assert tokens("inline") < tokens("append"), "the demonstrations follow the configured conversation"
 
 
-def test_an_unknown_environment_of_a_row_and_an_adapter_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_an_unknown_environment_of_a_row_is_refused(tmp_path: Path) -> None:
     write_rows(
         bad := tmp_path / "bad.jsonl", [{"prompt": "?", "env_class": name, "seed": 1} for name in ("lookup", "lokup")]
     )
     for words in ([f"data.train={bad}", "data.make_rows=null"], [f"data.eval.dev={bad}"]):
         with pytest.raises(UserError, match=r"no environment 'lokup'; the nearest is 'lookup'.*first needed by row 1"):
             prepare(config(*words), tmp_path / "run")
-    write_adapter(tmp_path / "adapter", Base(path="other", fingerprint="another"), LoraConfig(), {})
-    words = ["model.warm_start=null", f"model.adapter={tmp_path / 'adapter'}"]
-    with pytest.raises(UserError, match="is of an adapter for another model than"):
-        prepare(config(*words, "model.lora={}"), tmp_path / "run")
-    with pytest.raises(UserError, match=r"model\.lora\.rank: the adapter .* has 16; set that"):
-        prepare(config(*words, "model.lora.rank=8"), tmp_path)
 
 
 def noted(*lengths: int, seen: list[int] | None = None) -> list[str]:

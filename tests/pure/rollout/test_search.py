@@ -6,7 +6,6 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -175,38 +174,7 @@ def test_the_corpus_that_comes_with_baton_is_the_one_its_module_makes(tmp_path: 
     assert (tmp_path / "corpus.jsonl").read_text() == data.CORPUS.read_text()
 
 
-# -- adapters: the tests of a library are skipped where it is not installed -------------------------------------------
-
-
-@pytest.mark.skipif(find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed")
-async def test_a_search_episode_of_skyrl_gym_asks_the_example_of_a_server_over_several_turns() -> None:
-    truth, town = {"ground_truth": {"target": ["olt"]}}, data.geography().towns[0]
-    task = Task("p", ({"role": "user", "content": "?"},), "skyrl_gym", truth, {"data_source": "searchR1_nq"})
-    async with served(application(Corpus(data.CORPUS))) as url:
-        options = {"env_id": "search", "search_url": f"{url}/retrieve", "topk": 1, "max_turns": 3}
-        episode = make_environment("skyrl_gym", options)
-        await episode.reset(task, 0)
-        first = await episode.step(f"<search>{town.name}</search>")
-        assert f"{town.name} is a town on the river" in first.messages[0]["content"]
-        assert (first.reward, first.done) == (0, False)
-        last = await episode.step("<answer>olt</answer>")
-        assert (last.reward, last.done) == (1.0, True)
-        await episode.close()
-    with pytest.raises(UserError, match=r"env\.options: .*'skyrl_gym' refuses them: .*colour"):
-        make_environment("skyrl_gym", {"env_id": "search", "colour": 1})
-
-
-@pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
-async def test_made_rows_of_reasoning_gym_are_scored_by_it_with_partial_credit() -> None:
-    from baton.examples.adapters.reasoning_gym import made, rows
-
-    for row, entry in zip(rows(5, 3), made("chain_sum", 3, 5, ()), strict=True):
-        rewards = []
-        for text in (f"so <answer> {entry['answer']} </answer>", entry["answer"], "<answer>?</answer>"):
-            episode = make_environment("reasoning_gym", {"dataset": "chain_sum"})
-            await episode.reset(Task(row["uid"], tuple(row["prompt"]), "", {}, row["extra_info"]), 0)
-            rewards.append((await episode.step(text)).reward)
-        assert rewards[:2] == [1.0, 1.0] and rewards[2] < 0.5
+# -- adapters ----------------------------------------------------------------------------------------------------------
 
 
 async def test_calls_that_hang_take_no_thread_from_other_episodes() -> None:
