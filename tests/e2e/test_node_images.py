@@ -18,10 +18,8 @@ from actors.weights.part import WeightBucket
 from actors.weights.part_buffers import PartBuffers
 from actors.weights.pulled import WeightFile
 from actors.weights.weight_source import PublishedWeights
-from service.errors import WeightsGone
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import at, copied, file_at, given_by
-from tests.waiting import until
+from tests.pure.actors.fakes import at, copied, given_by
 
 pytestmark = pytest.mark.slow
 
@@ -115,28 +113,3 @@ def test_a_node_receives_new_weights_once_and_all_of_its_engines_map_that_image(
         assert rank_0.given == step * len(rank_0.data), "rank 0 gave one copy to Ray, for two nodes"
         counts = ray.get([holder.count.remote() for holder in holders.values()])
         assert counts == [step, 0, step], "each node's first generator wrote"
-
-
-def test_where_the_holder_dies_another_generator_of_the_node_writes_the_image_anew(holders: dict[str, Any]) -> None:
-    files, rank_0 = on_two_nodes(holders)
-    weights = rank_0.publishes(3)
-    sized = weights.version, len(rank_0.data)
-
-    async def killed_between() -> tuple[str, bytes]:
-        (path,), (same,) = [
-            [source.path for source in await files.sources_for(name, weights) or ()]
-            for name in ("generator-0", "generator-1")
-        ]
-        assert same == path
-        ray.kill(holders["generator-0"])
-        await asyncio.to_thread(until, lambda: not file_at(path).exists())  # Ray ends the process when it likes
-        with pytest.raises(ray.exceptions.RayTaskError) as gone:
-            await holders["generator-1"].mapped.remote(path, *sized)
-        assert isinstance(gone.value.cause, WeightsGone)
-        files.forget("generator-1")
-        (another,) = await files.sources_for("generator-1", weights) or ()
-        found: tuple[str, bytes] = await holders["generator-1"].mapped.remote(another.path, *sized)
-        return found
-
-    assert asyncio.run(killed_between())[1] == rank_0.data
-    assert ray.get(holders["generator-1"].count.remote()) == 1

@@ -6,18 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
-BEGIN = """
-import asyncio, subprocess, sys, tempfile
-from pathlib import Path
+GPUS = """
+import asyncio, tempfile
 import ray
-from actors.driver.node_check import RunFiles, check_nodes
-from actors.driver.placement import Bundle, engine_index, engine_options, rank_options, reserve, run_bundles
+from actors.driver.placement import engine_index, engine_options, rank_options, reserve, run_bundles
 from service.config import load_config
 from service.errors import BatonError
 
@@ -26,8 +23,7 @@ def config(*settings):
 
 with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
     ray.init(address="local", num_cpus=8, num_gpus=7, include_dashboard=False, logging_level="error", _temp_dir=folder)
-"""
-GPUS = """
+
     class Where:
         def gpus(self):
             return ray.get_gpu_ids()
@@ -48,44 +44,15 @@ GPUS = """
         print("SAID", error)
     ray.shutdown()
 """
-NODES = """
-    shared, address = Path(sys.argv[1]), ray.get_runtime_context().gcs_address
-    start = f"exec ray start --address {address} --num-cpus 16 --num-gpus 8 --block"
-    hidden = f"mount -t tmpfs none {shared}/model && {start}"
-    second = subprocess.Popen(["unshare", "--mount", "sh", "-c", hidden], start_new_session=True)
-    try:
-        for bundles in ([{"CPU": 8.0}, {"CPU": 16.0}], [{"CPU": 1.0}, {"CPU": 1.0, "GPU": 8.0}]):
-            bundles = [Bundle(resources) for resources in bundles]
-            room = asyncio.run(reserve(bundles, 120, lambda line: None))
-            try:
-                check_nodes(room, bundles, RunFiles.of(shared / "model", [shared / "train.jsonl"], shared))
-                print("SAID nothing")
-            except BatonError as error:
-                print("SAID", error)
-            ray.util.remove_placement_group(room)
-    finally:
-        second.terminate()
-        second.wait(60)
-        ray.shutdown()
-"""
-
-
-def said(script: str, *arguments: str) -> list[str]:
-    """What a script says about a Ray of its own, whose GPUs are pretended."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**os.environ, "PYTHONPATH": os.getcwd(), "PATH": path},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [line.removeprefix("SAID ") for line in done.stdout.splitlines() if line.startswith("SAID ")]
 
 
 def test_engines_are_on_the_gpus_of_ranks_where_weights_go_by_cuda_ipc_and_else_each_part_has_its_own() -> None:
-    shared, apart, missing = said(GPUS)
+    """On a Ray of its own, whose GPUs are pretended."""
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", GPUS], capture_output=True, text=True, timeout=400, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line.removeprefix("SAID ") for line in done.stdout.splitlines() if line.startswith("SAID ")]
+    shared, apart, missing = said
     first, second, *ranks = json.loads(shared)
     assert [first, second] == ranks[:2]
     assert len({gpu for (gpu,) in ranks}) == 3
@@ -94,17 +61,3 @@ def test_engines_are_on_the_gpus_of_ranks_where_weights_go_by_cuda_ipc_and_else_
     assert len({gpu for gpus in (first, second, *ranks) for gpu in gpus}) == 7
     assert missing.startswith("no room in the Ray cluster for 3 s: ")
     assert "2 x (" in missing and "0.001 accelerator_type:H100" in missing
-
-
-def can_hide_a_folder() -> bool:
-    return subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
-
-
-@pytest.mark.skipif(not can_hide_a_folder(), reason="mounts of a process's own need root")
-def test_a_node_that_lacks_the_model_or_cuda_is_named_before_anything_loads(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "train.jsonl").write_text("{}")
-    model, cuda = said(NODES, str(tmp_path))
-    assert f"has no {tmp_path}/model/config.json; ranks or engines run there" in model
-    assert "has GPUs, but PyTorch cannot use them: it was built without CUDA" in cuda

@@ -91,18 +91,6 @@ def test_too_little_disk_is_found_before_anything_is_installed(
         bootstrap.check_disk(tmp_path / "venv", bootstrap.DISK_NEEDED["cpu"])
 
 
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [
-        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "disk is full"),
-        ("WARNING: Retrying (...) after connection broken by 'NewConnectionError(...)'", "index cannot be reached"),
-        ("ERROR: No matching distribution found for ray==2.60.0", "No matching distribution found for ray==2.60.0"),
-    ],
-)
-def test_what_pip_said_becomes_a_reason(bootstrap: ModuleType, said: str, why: str) -> None:
-    assert why in bootstrap.reason([f"{said}\n"], Path("install.log"))
-
-
 def test_an_environment_that_is_up_to_date_is_left_alone(
     bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,30 +14,19 @@ from service.learn.model.logprob import token_logprobs
 from tests.pure.learn.builders import CPU, MadeRow, made_row, made_rows, micro_batch, row_by_row, settings
 
 
-def together(folder: Path, rows: list[MadeRow], layout: str = "packed") -> tuple[torch.Tensor, torch.Tensor]:
-    learner = Learner(settings(trainer={"layout": layout}), folder, CPU, 0, 1)
-    return learner.policy.model(DeviceBatch.of(micro_batch(rows), DeviceSettings(CPU, torch.float32, layout=layout)))
-
-
-def assert_exact(folder: Path, rows: list[MadeRow], layout: str = "packed") -> None:
-    for ours, reference in zip(together(folder, rows, layout), row_by_row(folder, rows), strict=True):
-        torch.testing.assert_close(ours, reference, atol=2e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_rows_together_have_the_log_probabilities_and_entropies_of_rows_alone(model_folder: Path, layout: str) -> None:
-    rows = made_rows(9, seed=1)
-    nothing = MadeRow(1, *(np.zeros(0, dtype) for dtype in (np.int32, bool, np.float32, np.int32)))
-    assert_exact(model_folder, [nothing, rows[0], nothing, *rows[1:], nothing], layout)
-
-
-def test_rows_of_very_different_length_are_computed_apart_and_come_back_in_order(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_rows_of_very_different_length_and_empty_ones_are_computed_as_alone_and_come_back_in_order(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     monkeypatch.setattr(attention_layout, "CALL_COST", 100)
     rows = made_rows(9, seed=2, lengths=(5, 60))
     assert len(attention_layout.Packing.of(micro_batch(rows).offsets_R, CPU).buckets) > 2
-    assert_exact(model_folder, rows)
+    nothing = MadeRow(1, *(np.zeros(0, dtype) for dtype in (np.int32, bool, np.float32, np.int32)))
+    rows = [nothing, rows[0], nothing, *rows[1:], nothing]
+    batch = DeviceBatch.of(micro_batch(rows), DeviceSettings(CPU, torch.float32, layout=layout))
+    found = Learner(settings(trainer={"layout": layout}), model_folder, CPU, 0, 1).policy.model(batch)
+    for ours, alone in zip(found, row_by_row(model_folder, rows), strict=True):
+        torch.testing.assert_close(ours, alone, atol=2e-5, rtol=1e-5)
 
 
 def test_a_row_whose_first_token_carries_loss_is_refused() -> None:

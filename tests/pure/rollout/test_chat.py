@@ -145,17 +145,6 @@ def between_ends(chat: Chat, token_ids: Sequence[int] | Int32s) -> list[Int32s]:
     return np.split(ids, np.flatnonzero(ids == chat.end_id))
 
 
-def test_a_response_that_starts_with_a_newline_keeps_the_token_that_was_sampled(byte_level_chat: Chat) -> None:
-    chat = byte_level_chat
-    asked, said, told = ASK[0], Message(role="assistant", content="\n"), TOLD[0]
-    (newline,) = chat.plain("\n").tolist()
-    (joined,) = chat.plain("\n\n").tolist()
-    prompt = chat.prompt([asked]).tolist()
-    rest = [chat.end_id, *chat.delta([told], chat.end_id).tolist()]
-    assert prompt[-1] == newline
-    assert chat.prompt([asked, said, told]).tolist() == [*prompt[:-1], joined, *rest]
-
-
 def test_what_stands_between_two_turns_of_a_chatml_model_starts_after_its_end_token(byte_level_chat: Chat) -> None:
     delta = byte_level_chat.delta([Message(role="tool", content="17")], byte_level_chat.end_id)
     assert byte_level_chat.text(delta) == "\nuser\n<tool_response>\n17\n</tool_response>\nassistant\n"

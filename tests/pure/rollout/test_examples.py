@@ -24,7 +24,7 @@ from service.handoff.prefixes.merge import merge_steps
 from service.handoff.steps.values import roles_from
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
-from service.rollout.environment import Environment, Message, StepResult, Task
+from service.rollout.environment import Environment, StepResult, Task
 from service.rollout.environments.registry import make_environment, synthetic_data
 from service.rollout.prompts.conversations import rows_with_loss_mask
 from tests.pure.rollout.conftest import ScriptedEngine, play
@@ -201,27 +201,6 @@ def test_each_row_has_facts_of_its_own_so_that_the_question_alone_does_not_tell_
         assert friend != world.entity and world.answer == world.facts[friend, world.attribute]
     asked = [world for world in map(lookup.puzzle, range(4000)) if "age of fox" in world.question and world.hops == 1]
     assert len({world.answer for world in asked}) > 10
-
-
-@pytest.mark.parametrize(
-    ("right_fraction", "lowest", "highest"), [(1.0, 1.0, 1.0), (0.15, 0.12, 0.18), (0.0, 0.0, 0.0)]
-)
-def test_demonstrations_show_mixed_habits_of_which_the_asked_share_is_right(
-    right_fraction: float, lowest: float, highest: float
-) -> None:
-    shown = lookup.demonstrations(1000, right_fraction, np.random.default_rng(0))
-    assert lowest <= np.mean([answers_what_was_read(messages) for messages in shown]) <= highest
-    turns = Counter(sum(message["role"] == "assistant" for message in messages) for messages in shown)
-    assert set(turns) <= {1, 2, 3} and all(messages[-1]["content"].startswith("answer") for messages in shown)
-
-
-def answers_what_was_read(messages: list[Message]) -> bool:
-    """The demonstration looked up what was asked for, and answers what it was told."""
-    looked, told = messages[1:-1:2], messages[2:-1:2]
-    facts = {m["content"]: t["content"] for m, t in zip(looked, told, strict=True)}
-    question = messages[0]["content"].split()
-    subject = facts.get(f"look {question[-2]} friend") if "friend" in question else question[-2]
-    return f"answer {facts.get(f'look {subject} {question[3]}')}" == messages[-1]["content"]
 
 
 # -- two roles, and a history that is replaced -------------------------------------------------------------------------
