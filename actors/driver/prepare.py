@@ -44,6 +44,7 @@ def prepare(config: Config, folder: Path) -> Prepared:
     check_bytes(config, routing.token_bytes)
     check_engine(hf_config, config.generator, config.model.dtype)
     checked_shapes(model, model_folder, hf_config)
-    refuse_too_large(FitSettings.of(config), model_folder)
+    if (host := refuse_too_large(FitSettings.of(config), model_folder)) is not None:
+        say(f"NOTE {host}")
     warmed = warmed_model(model, folder)
     return Prepared(tasks_file, tasks, model_folder, head_rows(model_folder), routing, evals, warmed)

@@ -95,19 +95,6 @@ class OpenMemory:
         self._end()
 
 
-def register(octets: Tensor) -> None:
-    """If this process uses a GPU, register host memory with CUDA until the memory is unmapped. Then copies do not go
-    through buffers of CUDA's driver.
-
-    Raises:
-        RuntimeError: CUDA refuses.
-    """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        runtime, at = torch.cuda.cudart(), octets.data_ptr()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(runtime.cudaHostRegister(at, octets.nbytes, 0))
-        finalize(octets.untyped_storage(), runtime.cudaHostUnregister, at).atexit = False
-
-
 def _map(fd: int) -> Tensor:
     return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=os.fstat(fd).st_size, dtype=torch.uint8)
 

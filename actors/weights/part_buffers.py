@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.weights.memory import NO_VERSION, WeightMemory, register
+from actors.weights.memory import NO_VERSION, WeightMemory
 from actors.weights.nixl_reads import NixlAgent, ReadFailed, RemoteMemory
 from actors.weights.part import TYPES, Source, WeightBucket, WeightPart
 from actors.weights.policy_tensors import Octets, checksum_of
-from service.learn.model.sharding import WeightRows, finish_host_copies
+from service.learn.model.host_copies import finish_copies, register
+from service.learn.model.sharding import WeightRows
 
 ALIGNED = 8
 """Alignment, in bytes, of the start of the data in the weights file."""
@@ -58,7 +59,7 @@ class PartBuffers:
             for _, source, kind in pieces:
                 octets, left = left.tensor_split([source.numel() * kind.itemsize])
                 octets.view(kind).view(source.shape).copy_(source, non_blocking=True)
-            finish_host_copies()
+            finish_copies()
             self._memory.mark(version, self._newest)
             self.version = version
 

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from actors.weights.memory import OpenMemory, register
+from actors.weights.memory import OpenMemory
 from actors.weights.part import TYPES, Source, WeightPart
 from service.errors import WeightsGone
+from service.learn.model.host_copies import register
 
 DTYPES = {name: dtype for dtype, name in TYPES.items()}
 CPU = torch.device("cpu")

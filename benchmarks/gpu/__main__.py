@@ -30,7 +30,7 @@ from benchmarks.gpu.parts import PARTS, ROOT, Part, outcome, run_part
 MINUTES = 25.0
 REHEARSAL = 5.0
 """Factor by which deadlines on a CPU are longer than on a GPU: CPUs are slow, and may have other load."""
-PACKAGES = ("torch", "triton", "vllm", "ray", "transformers", "flash-attn-4", "liger-kernel")
+PACKAGES = ("torch", "triton", "vllm", "ray", "transformers", "flash-attn-4")
 
 
 def main() -> int:

@@ -113,13 +113,14 @@ def _estimates(config: Config) -> list[str]:
     settings, known = FitSettings.of(config), known_gpu(config.trainer)
     if known is None and config.model.dtype == "float32":
         return ["memory: not computed for a CPU; with trainer.accelerator=H100, the memory of that GPU"]
-    refuse_too_large(settings, config.model.path)
+    note = refuse_too_large(settings, config.model.path)
     named = "H100, because neither trainer.accelerator nor this machine has one", GPUS["h100"].memory
     gpu, gpu_bytes = known or named
     found = fit(settings, config.model.path, gpu_bytes)
     return [
         f"memory: for {gpu_bytes / 1e9:.0f} GB of GPU memory ({gpu}) and {config.model.dtype}; not for a CPU",
         *(f"memory: {line}" for line in found.lines()),
+        *([f"note: {note}"] if note else []),
         *([f"note: on such a GPU it does not fit: {problem}"] if (problem := found.problem()) else []),
     ]
 

@@ -177,8 +177,6 @@ class TrainerConfig(Section):
     compile: bool | None = None
     """Compile the decoder layers: a start takes minutes longer, steps take less time and memory. None: bfloat16 models
     on a GPU where the compiler works. Experts run uncompiled."""
-    fused_kernels: bool = False
-    """Liger kernels for norms, rotary embeddings and MLPs; needs the package liger-kernel and a GPU."""
     checkpoint_every: NotNegative = 0
     """Optimizer steps from one checkpoint to the next; 0: only the final weights."""
     keep_checkpoints: Positive = 2

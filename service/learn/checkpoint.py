@@ -27,8 +27,9 @@ from torch import Tensor
 from service.errors import UserError
 from service.files import atomic_file, sync, write_atomic
 from service.learn.model.adapter_folder import Base, refuse_other_shapes
+from service.learn.model.host_copies import HostCopies
 from service.learn.model.optimizer import MOMENTS
-from service.learn.model.sharding import begin_host_copy, finish_host_copies, shard_bounds
+from service.learn.model.sharding import shard_bounds
 
 METADATA_FILE = "learner.json"
 
@@ -85,13 +86,12 @@ class CheckpointWriter:
         self._world_size = world_size
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        self._copies = HostCopies()
 
     def start(self, folder: Path, tensors: Mapping[str, Tensor], metadata: CheckpointMetadata) -> None:
         """Wait until the previous checkpoint is written, copy tensors and metadata, and begin to write the copies."""
         self.finish()
-        copies = {name: begin_host_copy(tensor) for name, tensor in tensors.items()}
-        finish_host_copies()
-        self._writing = self._pool.submit(self._write, folder, copies, metadata.text())
+        self._writing = self._pool.submit(self._write, folder, self._copies.take(tensors), metadata.text())
 
     def finish(self) -> None:
         """Wait until the started checkpoint is on disk; if the write failed, raise its error."""

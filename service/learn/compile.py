@@ -1,8 +1,7 @@
-"""Compiles small elementwise functions and decoder layers, and puts Liger's fused kernels into a model."""
+"""Compiles small elementwise functions and decoder layers."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from service.config.learn import TrainerConfig
-from service.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,25 +85,13 @@ def share_cores(ranks_of_host: int) -> None:
         torch._inductor.config.compile_threads = max(1, min(cores // ranks_of_host, MOST_COMPILE_THREADS))
 
 
-def compile_layers(model: PreTrainedModel, trainer: TrainerConfig, recompute_elementwise: bool = False) -> None:
-    """Compile the decoder layers and replace modules by Liger's fused kernels, as far as the settings ask for it.
+def compile_layers(model: PreTrainedModel, recompute_elementwise: bool = False) -> None:
+    """Compile the decoder layers.
 
     `recompute_elementwise`: the backward pass recomputes results of elementwise operations instead of keeping them.
-
-    Raises:
-        UserError: `trainer.fused_kernels` is set and Liger is not installed.
     """
-    if trainer.fused_kernels:
-        try:
-            liger = importlib.import_module("liger_kernel.transformers")
-        except ImportError as error:
-            raise UserError(
-                f"trainer.fused_kernels: liger-kernel cannot be imported ({error}); install it, or set false"
-            ) from error
-        liger._apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False, cross_entropy=False)
-    if trainer.compile:
-        # with 1, torch keeps the results with which a step is fastest; below 1, elementwise results are recomputed, and
-        # further results if that does not save enough
-        torch._functorch.config.activation_memory_budget = 0.9 if recompute_elementwise else 1.0
-        for layer in model.model.layers:
-            layer.compile(dynamic=True)
+    # with 1, torch keeps the results with which a step is fastest; below 1, elementwise results are recomputed, and
+    # further results if that does not save enough
+    torch._functorch.config.activation_memory_budget = 0.9 if recompute_elementwise else 1.0
+    for layer in model.model.layers:
+        layer.compile(dynamic=True)

@@ -1,4 +1,5 @@
-"""The memory that a rank and an engine need on their GPUs, by arithmetic on the shapes of the model's weights.
+"""The memory that a rank and an engine need on their GPUs, and a node in its host, by arithmetic on the shapes of the
+model's weights.
 
 The bytes of activations are those of a decoder layer's tensors in torch without compilation; they were checked against
 training steps of seven models. Compiled layers keep less.
@@ -11,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from service.config import Config
@@ -49,6 +51,8 @@ MARGIN = 0.1
 """Fraction of a GPU's memory that must stay free, for CUDA contexts, collective buffers and fragmentation."""
 ENGINE_BYTES = 3e9
 """Bytes that an engine needs on each GPU for CUDA graphs and buffers."""
+PROCESS_BYTES = 5e9
+"""Bytes of host memory that a rank or an engine takes for libraries and buffers, assumed."""
 COMPILED = 0.63
 """Bytes that a compiled layer keeps for its backward pass, over those of the same layer without compilation."""
 
@@ -60,11 +64,20 @@ class FitSettings(NamedTuple):
     generator: GeneratorConfig
     shares_gpus: bool
     """Whether each rank shares its GPU with an engine (`weights.transport: ipc`)."""
+    buffer_bytes: int
+    """`buffer.max_bytes`."""
 
     @classmethod
     def of(cls, config: Config) -> FitSettings:
         """Take from a run's configuration the settings that determine the memory."""
-        return cls(LearnSettings.of(config), config.generator, config.weights.transport == "ipc")
+        shares_gpus = config.weights.transport == "ipc"
+        return cls(LearnSettings.of(config), config.generator, shares_gpus, config.buffer.max_bytes)
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that the configuration takes."""
+        engines = 0 if self.shares_gpus else self.generator.max_engines
+        return self.learn.trainer.ranks + engines * self.generator.engine_gpus
 
 
 class Size(NamedTuple):
@@ -128,7 +141,7 @@ def rank_bytes(size: Size, learn: LearnSettings, level: Checkpointing, ranks: in
     """Peak bytes on the GPU of one of `ranks` ranks, by part, in a step whose micro-batches are full."""
     trainer, width = learn.trainer, bytes_of_parameter(learn)
     is_sharded = ranks > 1 or trainer.sharded
-    shards = min(ranks, GPUS_OF_A_NODE) if trainer.shard_within == "node" else ranks
+    shards = shards_of(trainer, ranks)
     master = 4 if is_sharded or width > 2 else 4 + width  # unsharded masters lie beside the bfloat16 weights
     weights = (master * size.trained + width * (size.parameters - size.trained)) / shards
     states = {"weights": weights, "gradients": 4 * size.trained / shards, "optimizer": 8 * size.trained / shards}
@@ -138,7 +151,7 @@ def rank_bytes(size: Size, learn: LearnSettings, level: Checkpointing, ranks: in
     gathered = width * (size.embedding + 3 * layer) if is_sharded else 0.0
     gathered += width * size.parameters if is_sharded and not level.regather else 0.0
     tokens = max(trainer.max_tokens_per_micro_batch, learn.longest_row // trainer.sequence_parallel)
-    compiled = compiles_layers(trainer, None, getattr(torch, learn.model.dtype)) or trainer.fused_kernels
+    compiled = compiles_layers(trainer, None, getattr(torch, learn.model.dtype))
     kept = size.kept * (COMPILED if compiled else 1.0)
     stored = level.layers * 2 * size.hidden + (size.layers - level.layers) * kept
     logits = 10.0 * min(CHUNK_ENTRIES["cuda"], tokens * size.head / size.hidden)
@@ -150,6 +163,25 @@ def rank_bytes(size: Size, learn: LearnSettings, level: Checkpointing, ranks: in
     trajectories = trainer.mini_batch_size * learn.algorithm.n_samples_per_prompt
     experts = size.routed * max(tokens, trajectories * learn.longest_row / ranks)
     return {**states, "gathered": gathered, "activations": activations, "logits": logits, "experts": experts}
+
+
+def shards_of(trainer: TrainerConfig, ranks: int) -> int:
+    """Number of ranks among which each copy of the weights is divided."""
+    return min(ranks, GPUS_OF_A_NODE) if trainer.shard_within == "node" else ranks
+
+
+def host_bytes(size: Size, settings: FitSettings) -> dict[str, float]:
+    """Bytes of memory that a full node with rank 0 and the driver needs, by what they hold."""
+    trainer, weights = settings.learn.trainer, size.trained * bytes_of_parameter(settings.learn)
+    here = size.trained * min(1.0, GPUS_OF_A_NODE / shards_of(trainer, trainer.ranks))  # parameters of the node's ranks
+    return {
+        "processes": PROCESS_BYTES * min(GPUS_OF_A_NODE, settings.gpus),
+        "two versions of the weights": 0.0 if settings.shares_gpus else 2 * weights,
+        "copies for a checkpoint": 12 * here if trainer.checkpoint_every else 0.0,
+        "offloaded states": 16 * here if trainer.cpu_offload else 0.0,
+        "final weights": weights,
+        "buffer": settings.buffer_bytes,
+    }
 
 
 def bytes_of_parameter(learn: LearnSettings) -> float:
@@ -173,6 +205,8 @@ class Fit(NamedTuple):
     kv_token_bytes: int
     longest: int
     """Length of the longest request, in tokens."""
+    host: Mapping[str, float]
+    """Bytes of a node's host by part."""
 
     @property
     def rank_bytes(self) -> float:
@@ -216,6 +250,17 @@ class Fit(NamedTuple):
             f"a GPU of an engine holds {_gb(self.engine_bytes)} GB and a KV cache of {_gb(self.kv_bytes)} GB "
             f"({tokens} tokens, {tokens // self.longest} of the longest requests)"
         )
+        yield f"the host of a node needs about {_gb(sum(self.host.values()))} GB ({in_parts(self.host)})"
+
+    def host_note(self) -> str | None:
+        """A note that this host has less memory than a node needs; None if it has enough."""
+        needed, total = sum(self.host.values()), psutil.virtual_memory().total
+        if needed <= total:
+            return None
+        return (
+            f"this host has {_gb(total)} GB of memory, and a full node needs about {_gb(needed)} GB, first for "
+            f"{in_parts(self.host)}; take more memory or nodes, or set trainer.checkpoint_every=0"
+        )
 
 
 def in_parts(parts: Mapping[str, float]) -> str:
@@ -242,7 +287,8 @@ def fit(settings: FitSettings, folder: Path, gpu_bytes: float) -> Fit:
         fits = sum(held.values()) <= gpu_bytes * (1 - MARGIN) or learn.trainer.gradient_checkpointing != "auto"
         level = None if fits else level.lighter(size.layers, compiled=False)
     token_bytes = kv_token_bytes(read_config(folder), generator, learn.model.dtype)
-    return Fit(size, held, chosen, gpu_bytes, engine, kv, token_bytes, learn.longest_row)
+    host = host_bytes(size, settings)
+    return Fit(size, held, chosen, gpu_bytes, engine, kv, token_bytes, learn.longest_row, host)
 
 
 def known_gpu(trainer: TrainerConfig) -> tuple[str, float] | None:
@@ -257,8 +303,15 @@ def known_gpu(trainer: TrainerConfig) -> tuple[str, float] | None:
     return f"{here.name}, the GPU of this machine", float(here.total_memory)
 
 
-def refuse_too_large(settings: FitSettings, folder: Path) -> None:
-    """Raises `UserError`, which names a remedy, if a configuration does not fit its GPUs, as far as they are known."""
-    gpu = known_gpu(settings.learn.trainer)
-    if gpu is not None and (problem := fit(settings, folder, gpu[1]).problem()):
+def refuse_too_large(settings: FitSettings, folder: Path) -> str | None:
+    """A note if this host has too little memory; None also if the GPUs are not known.
+
+    Raises:
+        UserError: the configuration does not fit its GPUs; the message names a remedy.
+    """
+    if (gpu := known_gpu(settings.learn.trainer)) is None:
+        return None
+    found = fit(settings, folder, gpu[1])
+    if problem := found.problem():
         raise UserError(problem)
+    return found.host_note()

@@ -83,9 +83,10 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         check_bytes(config, routed)
         check_engine(model, generator, config.model.dtype)
         table = SplitTable(FitSettings.of(config), config.buffer, folder, GPUS[arguments.gpu], work)
-    gpus, problem = arguments.gpus or table.used, table.fit.problem()
-    if table.used > gpus:
-        problem = f"generator.engines: engines and ranks take {table.used} GPUs, more than --gpus {gpus}; see the table"
+    used, problem = table.settings.gpus, table.fit.problem()
+    gpus = arguments.gpus or used
+    if used > gpus:
+        problem = f"generator.engines: engines and ranks take {used} GPUs, more than --gpus {gpus}; see the table"
     print(f"{config.run.name} on {gpus} {arguments.gpu}")
     print("\n".join(_lines(table, problem, routed, gpus)))
     return 0 if problem is None else DOES_NOT_FIT
@@ -104,18 +105,15 @@ def planned_model(model: ModelConfig, env: EnvConfig, seed: int) -> Iterator[Pat
 
 
 def _lines(table: SplitTable, problem: str | None, routed: int, gpus: int) -> Iterator[str]:
-    from service.plan.gpu_memory import in_parts
-
     yield from table.fit.lines()
-    work, trajectories, host = table.work, table.trajectories, table.host_bytes()
-    yield f"the host of a node needs about {sum(host.values()) / 1e9:.1f} GB ({in_parts(host)})"
+    work, trajectories = table.work, table.trajectories
     yield "it fits" if problem is None else f"it does not fit: {problem}"
     tokens, sampled = trajectories * work.length, trajectories * work.sampled
     lengths = ", ".join(f"{name} {value:g}" for name, value in work._asdict().items())
     yield f"a step: {trajectories} trajectories, {tokens:,.0f} tokens, {sampled:,.0f} sampled (of each: {lengths})"
     yield (
         f"journal: {tokens * (TOKEN_BYTES + routed) / 1e9:.2g} GB a step; a checkpoint: "
-        f"{12 * table.fit.size.trained / 1e9:.2g} GB; a weight update: {host['weights'] / 1e9:.2g} GB"
+        f"{12 * table.fit.size.trained / 1e9:.2g} GB; a weight update: {table.fit.host['final weights'] / 1e9:.2g} GB"
     )
     yield f"\n  {'engines':>8} {'ranks':>6} {'training s':>14} {'decoding s':>14} {'step s':>14}  fits"
     splits, configured = table.splits(gpus), (table.settings.generator.max_engines, table.settings.learn.trainer.ranks)

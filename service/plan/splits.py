@@ -15,12 +15,10 @@ from typing import NamedTuple
 
 from service.config import BufferConfig
 from service.errors import UserError
-from service.plan.gpu_memory import ENGINE_BYTES, GPUS_OF_A_NODE, FitSettings, Gpu, bytes_of_parameter, fit, rank_bytes
+from service.plan.gpu_memory import ENGINE_BYTES, GPUS_OF_A_NODE, FitSettings, Gpu, fit, rank_bytes
 
 OF_PEAK, OF_BANDWIDTH, HOST_SECONDS = (0.5, 0.3), (0.8, 0.5), (0.002, 0.01)
 """The fast and the slow end of each rate."""
-PROCESS_BYTES = 5e9
-"""Bytes of host memory that a rank or an engine takes for libraries and buffers, assumed."""
 MAX_SPLITS = 16
 """Maximum number of splits in the table; of more, about this number is shown, evenly spread."""
 
@@ -72,19 +70,6 @@ class SplitTable:
         self.settings, self._buffer, self._gpu, self.work = settings, buffer, gpu, work
         self.fit, self._trainer = fit(settings, folder, gpu.memory), settings.learn.trainer
         self.trajectories = self._trainer.mini_batch_size * settings.learn.algorithm.n_samples_per_prompt
-        engines = 0 if settings.shares_gpus else settings.generator.max_engines
-        self.used = self._trainer.ranks + engines * settings.generator.engine_gpus
-        """Number of GPUs that the configuration takes."""
-
-    def host_bytes(self) -> dict[str, float]:
-        """Bytes of memory that a full node with the driver needs, by what they hold."""
-        trainer, trained = self._trainer, self.fit.size.trained
-        offloaded = 16.0 * trained * min(1.0, GPUS_OF_A_NODE / trainer.ranks) if trainer.cpu_offload else 0.0
-        processes, weights = (
-            PROCESS_BYTES * min(GPUS_OF_A_NODE, self.used),
-            trained * bytes_of_parameter(self.settings.learn),
-        )
-        return {"processes": processes, "weights": weights, "offloaded": offloaded, "buffer": self._buffer.max_bytes}
 
     def splits(self, gpus: int) -> list[Split]:
         """Splits that use `gpus` GPUs, at most about `MAX_SPLITS`, evenly spread; `UserError` if there is none."""

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from service.config.learn import TrainerConfig
+from service.learn.model.host_copies import host_copy
 from service.learn.model.logprob import accumulation_dtype
-from service.learn.model.sharding import host_copy, local_shard
+from service.learn.model.sharding import local_shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Torch's names of the two moments that Adam keeps for each weight."""

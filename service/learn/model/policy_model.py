@@ -138,7 +138,8 @@ def empty_model(
     if trainer.layout != "padded":
         use_packed_rows(layers)
     chosen = checkpointing or Checkpointing.of(trainer, len(layers))
-    compile_layers(whole, trainer, chosen.elementwise)
+    if trainer.compile:
+        compile_layers(whole, chosen.elementwise)
     if chosen.layers:
         whole.gradient_checkpointing_enable({"use_reentrant": False})
         for number, layer in enumerate(layers):

@@ -191,8 +191,7 @@ def full_state_dict(
         if everywhere:
             whole[name] = tensor.to(device, dtype, copy=True)
         elif rank == 0:
-            whole[name] = begin_host_copy(tensor, dtype)
-    finish_host_copies()
+            whole[name] = tensor.to("cpu", dtype, copy=True)  # not pinned, because they are needed once
     return whole if everywhere or rank == 0 else None
 
 
@@ -207,27 +206,3 @@ def _gathered(parameter: DTensor, dtype: torch.dtype, device: torch.device) -> T
     gathered = torch.empty(ranks * rows, *parameter.shape[1:], dtype=dtype, device=device)
     dist.all_gather_single(gathered, own, group=parameter.device_mesh.get_group(axis))
     return gathered[: len(parameter)]
-
-
-def begin_host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Begin to copy a tensor to CPU memory, cast to `dtype`; the copy is complete after `finish_host_copies`.
-
-    A tensor on a GPU is copied to pinned memory, because copies to pageable memory are slower. Torch reuses freed
-    pinned memory for later copies of the same sizes.
-    """
-    source = tensor.detach().to(dtype or tensor.dtype)
-    copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-    return copy.copy_(source, non_blocking=True)
-
-
-def finish_host_copies() -> None:
-    """Wait until all copies that this thread has begun on its GPU are complete."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream().synchronize()
-
-
-def host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy of a tensor in CPU memory, cast to `dtype`."""
-    copy = begin_host_copy(tensor, dtype)
-    finish_host_copies()
-    return copy

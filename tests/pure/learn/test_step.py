@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from service.errors import UserError
 from service.handoff.batches.batch import batch_of_rank
 from service.learn.learner import Learner
+from service.learn.model import host_copies
+from service.learn.model.host_copies import HostCopies, host_copy
 from service.learn.model.optimizer import learning_rate
-from service.learn.model.sharding import begin_host_copy, finish_host_copies, host_copy
 from service.learn.supervised import SupervisedSteps
 from service.types import SupervisedRow
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
@@ -56,11 +57,6 @@ def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_the_share_at_the_
     batch = mini_batch([[made_rows(4, seed=5)]], trajectories=4)
     taken = [learner.step(batch).metrics["policy/policy_lr"] for _ in range(2)]
     assert taken == pytest.approx([0.2e-4, 0.4e-4])
-
-
-def test_fused_kernels_that_are_not_installed_are_named(model_folder: Path) -> None:
-    with pytest.raises(UserError, match="liger-kernel cannot be imported"):
-        Learner(settings(trainer={"fused_kernels": True}), model_folder, CPU, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -197,19 +193,34 @@ def test_a_copy_of_a_tensor_on_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch, 
     with FakeTensorMode():
         there = torch.zeros(4, 3, device=device)
         asked = spied(monkeypatch)
-        copy = begin_host_copy(there, torch.bfloat16)
+        copy = host_copy(there, torch.bfloat16)
     assert (copy.device.type, copy.dtype, tuple(copy.shape)) == ("cpu", torch.bfloat16, (4, 3))
     assert asked == [is_pinned]
 
 
 def test_a_host_copy_is_whole_and_does_not_change_with_its_source() -> None:
     source = torch.arange(6.0).view(2, 3).t().requires_grad_()
-    copies = [host_copy(source), begin_host_copy(source)]
-    finish_host_copies()
+    copies = [host_copy(source), *HostCopies().take({"a": torch.ones(3), "b": source}).values()]
     with torch.no_grad():
         source.zero_()
+    assert copies.pop(1).tolist() == [1, 1, 1]
     for copy in copies:
         assert copy.tolist() == [[0, 3], [1, 4], [2, 5]] and copy.is_contiguous() and not copy.requires_grad
+
+
+def test_copies_for_checkpoints_are_pinned_once_and_not_rounded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pinned: list[int] = []
+    monkeypatch.setattr(host_copies, "register", lambda octets: pinned.append(octets.nbytes))
+    tensors = {"large": torch.ones(1 << 18).add_(0.5)[:200_000], "none": torch.ones(0), "byte": torch.ones(1).byte()}
+    copies = HostCopies()
+    for number in range(3):
+        tensors["large"] += number
+        taken = copies.take(tensors)
+        save_file(taken, tmp_path / "file")
+        assert all(torch.equal(found, tensors[name]) for name, found in load_file(tmp_path / "file").items())
+    assert pinned == [800_000 + 64]
 
 
 def test_gradients_that_are_offloaded_add_up_over_micro_batches(model_folder: Path) -> None:

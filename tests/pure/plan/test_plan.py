@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_splits_use_all_gpus_in_whole_engines_and_whole_groups_of_ranks(tmp_path
 
 def test_engines_that_share_the_gpus_of_ranks_alternate_with_them(tmp_path: Path) -> None:
     shared = table(tmp_path, "weights.transport=ipc", "generator.gpu_memory_utilization=0.4", "generator.engines=1")
-    assert shared.used == 4 and {split.ranks for split in shared.splits(4)} == {4}
+    assert shared.settings.gpus == 4 and {split.ranks for split in shared.splits(4)} == {4}
     split, *_ = shared.splits(4)
     assert split.step.fast == pytest.approx(split.training.fast + split.decoding.fast)
 
@@ -79,8 +80,22 @@ def test_engines_that_share_the_gpus_of_ranks_alternate_with_them(tmp_path: Path
 def test_an_adapter_trains_with_fewer_operations_and_sends_less(tmp_path: Path) -> None:
     whole, adapter = table(tmp_path), table(tmp_path, "model.lora.rank=16")
     assert adapter.split(4, 4).training.fast == pytest.approx(whole.split(4, 4).training.fast * 2 / 3, rel=0.01)
-    assert adapter.host_bytes()["weights"] < whole.host_bytes()["weights"] / 50
-    assert table(tmp_path, "trainer.cpu_offload=true").host_bytes()["offloaded"] == 16 * whole.fit.size.trained
+    assert adapter.fit.host["final weights"] < whole.fit.host["final weights"] / 50
+
+
+def test_the_host_of_a_node_holds_the_states_of_its_ranks_and_the_largest_part_is_named_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 12 ranks of 30B a full node has 8, which copy 31 GB each for a checkpoint."""
+    words = "trainer.ranks=12", "trainer.checkpoint_every=20", "trainer.cpu_offload=true"
+    found = table(tmp_path, *words, name="Qwen3-30B-A3B").fit
+    assert found.host["copies for a checkpoint"] == pytest.approx(12 * 30.5e9 * 8 / 12, rel=0.01)
+    assert found.host["offloaded states"] == pytest.approx(16 * 30.5e9 * 8 / 12, rel=0.01)
+    assert found.host["two versions of the weights"] == 2 * found.host["final weights"]
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=512e9))
+    note = found.host_note() or ""
+    assert note.startswith("this host has 512.0 GB of memory") and "first for offloaded states 325" in note
+    assert table(tmp_path, "trainer.checkpoint_every=0").fit.host_note() is None
 
 
 def test_the_page_says_what_fits_what_a_step_has_and_which_split_is_best(

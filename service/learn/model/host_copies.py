@@ -1,0 +1,65 @@
+"""Copies of tensors in CPU memory, for checkpoints and for states that are offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+ALIGNED = 64
+"""Alignment of each copy in a buffer of copies, in bytes."""
+
+
+class HostCopies:
+    """Copies of tensors in one piece of CPU memory, which is allocated and registered with CUDA once.
+
+    Torch's own pinned memory rounds each tensor up to a power of two. Its options against that do not serve: with
+    `pinned_max_round_threshold_mb` torch 2.13 reuses a block for a larger tensor, and blocks beyond
+    `pinned_max_cached_size_mb` are pinned anew each time.
+    """
+
+    def __init__(self) -> None:
+        self._octets = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy the tensors; the copies are valid until the next call."""
+        starts = [0, *accumulate(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors.values())]
+        if starts[-1] > len(self._octets):
+            self._octets = torch.empty(starts[-1], dtype=torch.uint8)
+            register(self._octets)
+        copies = {}
+        for (name, tensor), start in zip(tensors.items(), starts[:-1], strict=True):
+            copy = self._octets[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies[name] = copy.copy_(tensor, non_blocking=True)
+        finish_copies()
+        return copies
+
+
+def register(octets: Tensor) -> None:
+    """If this process uses a GPU, register host memory with CUDA until the memory is unmapped. Then copies do not go
+    through buffers of CUDA's driver.
+
+    Raises:
+        RuntimeError: CUDA refuses.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        runtime, at = torch.cuda.cudart(), octets.data_ptr()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(at, octets.nbytes, 0))
+        finalize(octets.untyped_storage(), runtime.cudaHostUnregister, at).atexit = False
+
+
+def finish_copies() -> None:
+    """Wait until all copies that this thread has begun on its GPU are complete."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream().synchronize()
+
+
+def host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of a tensor in CPU memory, cast to `dtype`. The copy of a tensor on a GPU is pinned, because copies to
+    pageable memory are slower; torch reuses freed pinned memory for later copies of the same size."""
+    source = tensor.detach().to(dtype or tensor.dtype)
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda).copy_(source)
