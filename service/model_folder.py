@@ -250,6 +250,14 @@ def head_rows(folder: Path) -> int:
     return rows
 
 
+def declared_ends(folder: Path) -> list[int]:
+    """The token ids that end a turn according to the folder's generation_config.json; empty without one."""
+    if not (file := folder / "generation_config.json").is_file():
+        return []
+    ends = _json(file).get("eos_token_id")
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
+
+
 def highest_id(tokenizer: Tokenizer | PreTrainedTokenizerBase) -> int:
     """The highest token id of a tokenizer, which may leave ids out."""
     return max(tokenizer.get_vocab().values(), default=-1)

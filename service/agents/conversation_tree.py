@@ -217,6 +217,8 @@ class ConversationTree:
             if found := self._after.get(digest_of[length]):
                 if any(message["role"] == "assistant" for message in said[length:]):
                     break
+                if not self._chat.can_append(said[length:]):
+                    break
                 parent = _best(found, known)
                 follows = self._chat.delta(said[length:], int(parent.response.token_ids[-1]))
                 carried = np.concatenate([follows, *begun])
@@ -257,7 +259,7 @@ class ConversationTree:
         """
         reply = self._reply(generation.token_ids, opened.digest is None, opened.tools)
         brings_tokens = opened.digest is None and len(generation.token_ids)
-        response = as_sampled(generation) if brings_tokens else with_end(generation, self._chat.end_id)
+        response = as_sampled(generation) if brings_tokens else with_end(generation, self._chat)
         call = self._call(opened, response, reply, body, generation.stop_reason)
         if opened.digest is not None:
             (message,) = read_messages([call.message()])

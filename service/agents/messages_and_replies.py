@@ -4,7 +4,7 @@
     arguments: '{"b": 1.0, "a":2}'      arguments: {"b": 1, "a": 2}
     role: developer                     role: system
 
-The form is that of chat completions, without ids of calls and without unknown fields.
+The form is that of chat completions, without unknown fields; ids and names of calls' answers are not compared.
 
 <think>look it up</think>Let me see.<tool_call>{"name": "search", "arguments": {"query": "marn"}}</tool_call>
     content "Let me see."   thinking "look it up"   calls (search with {"query": "marn"})
@@ -26,8 +26,9 @@ THINK, THOUGHT = "<think>", "</think>"
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages in normal form; the dialects have checked their fields."""
-    return [_read(message) for message in messages]
+    """The messages in normal form; the dialects have checked their fields. An answer gets the name of its call."""
+    names = {call.get("id"): call["function"]["name"] for of in messages for call in of.get("tool_calls") or ()}
+    return [_read(message, names) for message in messages]
 
 
 def echoed_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -59,15 +60,22 @@ def extended(digest: bytes, message: Message) -> bytes:
     return xxhash.xxh3_128_digest(digest + text + (_json(calls) if calls else b""))
 
 
-def _read(message: Mapping[str, Any]) -> Message:
+def _read(message: Mapping[str, Any], names: Mapping[Any, str]) -> Message:
     role = "system" if message["role"] == "developer" else message["role"]
     read: dict[str, Any] = {"role": role, "content": message["content"]}
     if calls := message.get("tool_calls"):
-        functions = [call["function"] for call in calls]
         read["tool_calls"] = [
-            {"type": "function", "function": {"name": of["name"], "arguments": _arguments(of["arguments"])}}
-            for of in functions
+            {
+                "type": "function",
+                "function": {"name": of["function"]["name"], "arguments": _arguments(of["function"]["arguments"])},
+                **({"id": of["id"]} if of.get("id") else {}),
+            }
+            for of in calls
         ]
+    if (of := message.get("tool_call_id")) is not None:
+        read |= {"tool_call_id": of, **({"name": names[of]} if of in names else {})}
+    if name := message.get("name"):
+        read["name"] = name
     if thinking := message.get("reasoning_content"):
         read["reasoning_content"] = thinking
     return cast(Message, read)

@@ -23,9 +23,11 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from functools import cached_property, lru_cache
 from numbers import Number
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,9 @@ from transformers import PreTrainedTokenizerBase
 
 from service.config.rollout import GeneratorConfig
 from service.errors import UserError
-from service.model_folder import head_rows, highest_id, is_model_folder
+from service.model_folder import declared_ends, head_rows, highest_id, is_model_folder
 from service.rollout.chat.tokenizer import load_tokenizer
+from service.rollout.chat.tool_form import FORMS, ToolForm, called, has_answer
 from service.rollout.environment import Message, is_text
 from service.types import Int32s
 
@@ -48,6 +51,8 @@ CACHED_CHARACTERS = 4096
 """Maximum characters of messages whose token ids are cached; longer messages are tokenised each time."""
 
 ASKED = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
+
+ANSWER = Message(role="tool", content=f"baton-marks-the-answer-{secrets.token_hex(8)}")
 
 Tool = Mapping[str, Any]
 """The JSON schema of a tool, in the form that chat templates expect."""
@@ -120,19 +125,25 @@ class Chat:
         tokenizer: PreTrainedTokenizerBase,
         template_options: Mapping[str, str | int | float | bool] | None = None,
         vocab_size: int | None = None,
+        ends: Sequence[int] = (),
     ) -> None:
-        """`vocab_size`: see the attribute; None: the tokenizer's ids are all ids."""
+        """`vocab_size`: see the attribute; None: the tokenizer's ids are all ids. `ends`: ids that end the model's
+        turns, in addition to those of tokenizer and template."""
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size or highest_id(tokenizer) + 1
         """All token ids are below it: the rows of the model's head, of which the tokenizer may lack some."""
         self._template_options = dict(template_options or {})
         self._special_tokens = SpecialTokens(tokenizer)
         self._prompts = _cached(lambda messages: self._special_tokens.encode(self._render(messages)))
-        self._deltas = _cached(lambda messages: self._special_tokens.encode(self._after_mark(messages)))
-        self.end_id = self._find_end()
+        self._deltas = _cached(lambda messages: self._special_tokens.encode(self._following(messages)))
+        self.end_id = eos = int(tokenizer.eos_token_id)
         """The token that ends a turn; `conversation` appends it if the policy stopped without an end token."""
-        self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, int(tokenizer.eos_token_id))))
+        self.end_ids: tuple[int, ...] = (eos, *ends)
         """All tokens at which the engine should stop."""
+        self.closing_id: int | None = None
+        """The token with which the template closes an earlier turn; None: the next message's first token ends it."""
+        self._all_ends = {eos}
+        self._find_ends()
         unknown = tokenizer.unk_token_id
         self.unknown_id: int | None = None if unknown in self.end_ids else unknown
         """The token for characters that the tokenizer lacks; None if there is none, or it ends a turn (GPT-2)."""
@@ -157,7 +168,33 @@ class Chat:
         """[D] token ids between a response and the assistant's next turn: `messages` as the template renders them.
         `last_id`: the response's last token, which is not repeated if the delta begins with it."""
         delta = self._deltas(messages)
-        return delta[1:] if len(delta) and delta[0] == last_id else delta
+        first = int(delta[0]) if len(delta) else None
+        is_second_end = self.closing_id is not None and last_id in self.end_ids and first in self._all_ends
+        return delta[1:] if first == last_id or is_second_end else delta
+
+    def can_append(self, messages: Sequence[Message]) -> bool:
+        """False if `delta` cannot give the messages, because tools' answers are shown inside of the turn before."""
+        return not (has_answer(messages) and self.tool_form.place == "whole")
+
+    @cached_property
+    def tool_form(self) -> ToolForm:
+        """How the template shows a tool's answer: the first form in which a probe conversation has the answer."""
+        for form in FORMS:
+            try:
+                if ANSWER["content"] in self._probe(form):
+                    return form
+            except MessagesRefused:
+                continue
+        return ToolForm("user")
+
+    def _probe(self, form: ToolForm) -> str:
+        """The part of a conversation that has to show the tool's answer."""
+        if form.place == "alone":
+            return self._after_mark([ANSWER], form)
+        whole = self._render(called([ANSWER], MARK), form=form)
+        if f"'{MARK}'" in whole:  # the template writes an object as Python does
+            raise MessagesRefused("arguments are needed as a text")
+        return self._after_call(whole) if form.place == "called" else whole
 
     def text(self, response_ids: Int32s, with_special: bool = False) -> str:
         """The text of a response, with or without special tokens."""
@@ -176,14 +213,34 @@ class Chat:
         """Token ids of a text from a policy, an environment or a dataset; special tokens in it are broken."""
         return self._special_tokens.encode(self._special_tokens.broken_text(text))
 
-    def _after_mark(self, messages: Sequence[Message]) -> str:
-        _, found, after = self._render([*ASKED, *messages]).partition(MARK)
+    def _following(self, messages: Sequence[Message]) -> str:
+        """The text between a response and the next turn."""
+        if has_answer(messages) and self.tool_form.place == "called":
+            try:
+                return self._after_call(self._render(called(messages, MARK)))
+            except MessagesRefused:  # some templates allow one call in a turn (Llama)
+                return self._after_call(self._render(called(messages, MARK, most=1)))
+        return self._after_mark(messages)
+
+    def _after_call(self, rendered: str) -> str:
+        """The rendered text from the end of the turn on that has the mark in its last call."""
+        _, is_shown, after = rendered.rpartition(MARK)
+        ends = self._tokenizer.convert_ids_to_tokens(list(self._all_ends))
+        found = [place for token in ends if (place := after.find(str(token))) >= 0]
+        if not is_shown or not found:
+            raise MessagesRefused("the chat template shows no call, or no end after it")
+        return after[min(found) :]
+
+    def _after_mark(self, messages: Sequence[Message], form: ToolForm | None = None) -> str:
+        _, found, after = self._render([*ASKED, *messages], form=form).partition(MARK)
         if not found:
             raise MessagesRefused("the chat template leaves out an assistant's message; use another template")
         return after
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        """The rendered text, in which all special tokens are the template's."""
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), form: ToolForm | None = None) -> str:
+        """The rendered text, in which all special tokens are the template's. `form`: None: as the template needs it."""
+        if form or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+            messages = (form or self.tool_form).fitted(messages)
         try:
             text = self._tokenizer.apply_chat_template(
                 self._special_tokens.broken(messages),
@@ -198,19 +255,38 @@ class Chat:
             raise MessagesRefused(f"the chat template refuses: {type(error).__name__}: {error}") from error
         return str(text)
 
-    def _find_end(self) -> int:
-        """The special token by which the template ends an assistant's message; by default the end-of-sequence token."""
-        following = self._special_tokens.encode(self._after_mark([Message(role="user", content="?")]))
+    def _find_ends(self) -> None:
+        """Set the tokens that end a turn, from how the template closes an assistant's message."""
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
-        if len(following) and int(following[0]) in special:
-            return int(following[0])
-        return int(self._tokenizer.eos_token_id)
+        following = self._special_tokens.encode(self._after_mark([Message(role="user", content="?")])).tolist()
+        closing = following[0] if following and following[0] in special else self.end_id
+        opens = self._special_tokens.encode(self._render([Message(role="user", content=MARK)]).partition(MARK)[0])
+        is_next = closing in [of for of in opens.tolist() if of in special][-1:]  # GLM: `<|user|>` ends a turn
+        self.closing_id = None if is_next else closing
+        is_part = closing not in self.end_ids and self._has_headers()  # it closes each of a turn's messages (gpt-oss)
+        self.end_id = self.end_id if is_part else closing
+        further = ""
+        with suppress(MessagesRefused):
+            if is_next:
+                further = self._after_mark([ANSWER], ToolForm("alone"))
+            elif is_part:  # a call has an end of its own
+                further = self._render(called([ANSWER], MARK), form=FORMS[0]).partition(MARK)[2]
+        ends = [of for of in self._special_tokens.encode(further).tolist() if of in special][:1]
+        self.end_ids = tuple(dict.fromkeys((self.end_id, *self.end_ids, *ends)))
+        self._all_ends = {closing, *self.end_ids}
+
+    def _has_headers(self) -> bool:
+        """Whether the policy writes special tokens before its text: its turn may then have several messages."""
+        asked, told = self._render(ASKED[:1]), self._render([*ASKED, *ASKED[:1]]).partition(MARK)[0]
+        header = self._special_tokens.encode(told[len(commonprefix((asked, told))) :])  # noqa: RUF071 - of characters
+        special = [of for of, token in self._tokenizer.added_tokens_decoder.items() if token.special]
+        return bool({*special} & {*header.tolist()})
 
 
 def load_chat(folder: Path, config: GeneratorConfig) -> Chat:
     """The tokenizer and chat template of the model in `folder`, with the configured template options."""
     rows = head_rows(folder) if is_model_folder(folder) else None
-    return Chat(load_tokenizer(folder), config.chat_template_options, rows)
+    return Chat(load_tokenizer(folder), config.chat_template_options, rows, declared_ends(folder))
 
 
 def _cached(make: Callable[[Sequence[Message]], Int32s]) -> Callable[[Sequence[Message]], Int32s]:

@@ -52,13 +52,14 @@ def without_loss(response: Response) -> Response:
     return response._replace(loss_mask=np.zeros_like(response.loss_mask), versions=none)
 
 
-def with_end(generation: Generation, end_id: int) -> Response:
-    """The response with the end token `end_id` appended, unless the policy sampled an end token."""
+def with_end(generation: Generation, chat: Chat) -> Response:
+    """The response with an end token appended, unless the policy sampled an end token or the next message's first token
+    is the end; a response has at least one token."""
     response = as_sampled(generation)
-    if generation.sampled_end:
+    if generation.sampled_end or (chat.closing_id is None and len(generation.token_ids)):
         return response
     return Response(
-        np.append(response.token_ids, np.int32(end_id)),
+        np.append(response.token_ids, np.int32(chat.end_id)),
         np.append(response.logprobs, np.float32(0.0)),
         np.append(response.loss_mask, False),
         np.append(response.versions, np.int64(NO_VERSION)),
@@ -125,6 +126,6 @@ class Conversation:
         continues after all other responses.
         """
         continues = self._mode == "inline" and not last and len(generation.token_ids)  # a step has at least one token
-        response = as_sampled(generation) if continues else with_end(generation, self._chat.end_id)
+        response = as_sampled(generation) if continues else with_end(generation, self._chat)
         self.last_response = text, response.token_ids
         return response

@@ -18,12 +18,16 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from baton.examples import lookup
+from service.agents.conversation_tree import ConversationTree
+from service.agents.messages_and_replies import JsonCalls
+from service.config import GeneratorConfig
 from service.errors import UserError
-from service.rollout.chat.chat import BREAK, Chat, MessagesRefused
+from service.rollout.chat.chat import BREAK, Chat, MessagesRefused, load_chat
+from service.rollout.chat.conversation import with_end
 from service.rollout.chat.tokenizer import END, load_tokenizer, make_tokenizer
-from service.rollout.environment import Message
+from service.rollout.environment import Message, StepResult
 from service.types import Int32s
-from tests.pure.rollout.conftest import templated
+from tests.pure.rollout.conftest import ScriptedEngine, ScriptedEnvironment, generated, play, templated
 from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON, tokenizer_of
 
 ASK = [Message(role="user", content="what is the age of fox ?")]
@@ -75,7 +79,7 @@ def test_a_folder_without_tokenizer_template_or_place_for_responses_is_refused(t
     beside_some = "{% for m in messages %}{% if messages[-1].role == 'user' %}{{ m.content }} {% endif %}{% endfor %}"
     chat = templated(tmp_path, beside_some)
     with pytest.raises(MessagesRefused, match="leaves out an assistant's message"):
-        chat.delta([Message(role="tool", content="17")], chat.end_id)
+        chat.delta([Message(role="system", content="17")], chat.end_id)
 
 
 CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT = (
@@ -208,3 +212,99 @@ def test_a_rendered_history_begins_with_what_was_sampled(name: str) -> None:
 def test_a_template_that_leaves_out_earlier_thinking_forks_only_where_it_is_rendered_again() -> None:
     appended, rendered = histories(WITHOUT_EARLIER_THINKING)
     assert appended.replace("<think>sum</think>", "") == rendered != appended
+
+
+TURNS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>a\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}IN<|im_end|>\n"
+    "{% elif m.role == 'tool' %}TOOL{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>a\n{% endif %}"
+)
+SHOWN = "<|im_start|>tool\n{{ m.content }}<|im_end|>\n"
+FAULTY = "{% if FAULT %}{{ raise_exception('no') }}{% endif %}"
+BEFORE = "messages[loop.index0 - 1]"
+NO_PLACE = TURNS.replace("IN", "")
+RULES = {
+    "any": (NO_PLACE.replace("TOOL", SHOWN), "called"),
+    "an id": (NO_PLACE.replace("TOOL", FAULTY.replace("FAULT", "m.tool_call_id is not defined") + SHOWN), "called"),
+    "nine characters": (
+        NO_PLACE.replace("TOOL", FAULTY.replace("FAULT", "(m.tool_call_id or '') | length != 9") + SHOWN),
+        "called",
+    ),
+    "a call": (
+        NO_PLACE.replace(
+            "TOOL", FAULTY.replace("FAULT", f"{BEFORE}.role != 'tool' and not {BEFORE}.tool_calls") + SHOWN
+        ),
+        "called",
+    ),
+    "text arguments": (
+        NO_PLACE.replace("TOOL", SHOWN).replace("c.function | tojson", "'' + c.function.arguments"),
+        "called",
+    ),
+    "no calls": (NO_PLACE.replace("TOOL", SHOWN).replace("m.tool_calls or []", "[]"), "alone"),
+    "inside": (
+        TURNS.replace("TOOL", "").replace(
+            "IN",
+            "{% if m.tool_calls %}{% for t in messages if t.role == 'tool' %}<t>{{ t.content }}{% endfor %}{% endif %}",
+        ),
+        "whole",
+    ),
+    "refused": (NO_PLACE.replace("TOOL", FAULTY.replace("FAULT", "true")), "user"),
+    "dropped": (NO_PLACE.replace("TOOL", ""), "user"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+async def test_a_tools_answer_is_in_the_next_prompt_whatever_the_template_needs(rule: str) -> None:
+    (tokenizer := tokenizer_of("")).chat_template, place = RULES[rule]
+    chat = Chat(tokenizer)
+    assert chat.tool_form.place == place
+    tree = ConversationTree(chat, JsonCalls())
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    call = generated([*chat.plain('<tool_call>{"name": "f", "arguments": {"q": 1}}</tool_call>').tolist(), chat.end_id])
+    first = tree.add(tree.open(ASK, tools), call, "first")
+    told = [ASK[0], first.message(), {"role": "tool", "tool_call_id": first.ids[0], "content": "SEVENTEEN"}]
+    opened = tree.open(told, tools)
+    assert opened.how == ("rerendered" if place == "whole" else "appended")
+    prompts = [chat.text(opened.prompt_ids, True)]
+    say = StepResult([Message(role="tool", content="SEVENTEEN")], 0.0, False)
+    engine = ScriptedEngine(chat, lambda words: "4")
+    await play(chat, engine, ScriptedEnvironment([say, say._replace(done=True)]), max_input_length=900)
+    prompts.append(chat.text(np.array(engine.prompts[1], np.int32), True))
+    for prompt in prompts:
+        assert "SEVENTEEN" in prompt and prompt.count("<|im_end|><|im_end|>") == 0
+
+
+GPT_OSS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.tool_calls %}<s>{{ m.tool_calls[0].function.name }}<s>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|tool|>"
+    "{% else %}{% if m.role == 'assistant' %}<s>final{% endif %}<|user|>{{ m.content }}<|im_end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+GLM = (
+    "{% for m in messages %}<|{{ m.role if m.role != 'assistant' else 'im_start|><' }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|><|>{% endif %}"
+)
+
+
+def test_a_turn_ends_where_the_familys_turn_ends_and_never_twice(tmp_path: Path) -> None:
+    def ids(*tokens: str) -> list[int]:
+        return [int(of) for of in tokenizer.convert_tokens_to_ids(list(tokens))]
+
+    tokenizer = tokenizer_of(GPT_OSS)
+    chat = Chat(tokenizer)
+    assert list(chat.end_ids) == ids("</s>", "<|tool|>") and chat.end_id == ids("</s>")[0]
+    for end in chat.end_ids:
+        assert chat.text(chat.delta(TOLD, end), True).startswith("<|im_start|>user")
+    assert chat.text(chat.delta([Message(role="tool", content="9")], chat.end_ids[1]), True).startswith(
+        "<|im_start|>tool"
+    )
+    chat = Chat(tokenizer, ends=ids("<|im_end|>"))  # the model declares that the mark ends its turns
+    assert chat.end_id == ids("<|im_end|>")[0]
+    (tokenizer := tokenizer_of(GLM))
+    chat = Chat(tokenizer)
+    assert list(chat.end_ids) == ids("<|user|>", "</s>", "<|tool|>")
+    assert with_end(generated([5], "length", sampled_end=False), chat).token_ids.tolist() == [5]
+    make_tokenizer(tmp_path, lookup.vocabulary())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 0]}')
+    assert load_chat(tmp_path, GeneratorConfig()).end_ids[-2:] == (3, 0)

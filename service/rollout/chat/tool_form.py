@@ -1,0 +1,95 @@
+"""The form in which a chat template takes the calls and the answers of tools. Templates differ, and some refuse or drop
+what others need, so the form is found by trying: `Chat.tool_form`.
+
+    called   the answer follows the turn that called, and needs it       ...<call> <end> | tool 17 <end> assistant
+    alone    the answer follows any turn of the assistant                ...<end> | tool 17 <end> assistant
+    whole    the answer is shown inside of the turn that called          ...<call> 17 <end> | assistant
+    user     no answer of a tool is shown: it is a message of the user   ...<end> | user 17 <end> assistant
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import product
+from typing import Any, Literal, NamedTuple
+
+import xxhash
+
+from service.rollout.environment import Message
+
+NO_CALL = {"tool_call_id": f"call_{'0' * 24}_0", "name": "tool"}
+"""Id and name of the call that a tool's answer names, if the template needs them and the answer has none."""
+NOTES = {
+    "whole": "the chat template shows a tool's answer inside of the turn that called the tool: after each answer the "
+    "conversation is rendered again, and continues as a new row",
+    "user": "the chat template refuses or drops answers of tools: they are shown as messages of the user",
+}
+
+
+class ToolForm(NamedTuple):
+    """How a template takes calls and answers."""
+
+    place: Literal["called", "alone", "whole", "user"]
+    short_ids: bool = False
+    """Whether ids have nine characters (Mistral)."""
+    filled: bool = False
+    """Whether an answer needs the id and the name of its call."""
+    text_arguments: bool = False
+    """Whether arguments are a text in JSON (DeepSeek), and not an object."""
+
+    def fitted(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages in this form."""
+        fitted: list[Any] = []
+        for message in messages:
+            one: dict[str, Any] = dict(message)
+            if calls := one.get("tool_calls"):
+                one["tool_calls"] = [self._call(call) for call in calls]
+            if one["role"] == "tool":
+                one = {**NO_CALL, **one} if self.filled else one
+                if self.short_ids and "tool_call_id" in one:
+                    one["tool_call_id"] = _short(one["tool_call_id"])
+                if self.place == "user" or (self.place == "whole" and not any("tool_calls" in of for of in fitted)):
+                    one = {"role": "user", "content": one["content"]}
+            if self.place == "user" and fitted and one["role"] == fitted[-1]["role"] == "user":  # roles may alternate
+                one["content"] = f"{fitted.pop()['content']}\n{one['content']}"
+            fitted.append(one)
+        return fitted
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = {"arguments": {}, **call["function"]}
+        if self.text_arguments and not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        elif isinstance(function["arguments"], str) and not self.text_arguments:
+            with suppress(ValueError, RecursionError):
+                function["arguments"] = json.loads(function["arguments"])
+        return {**call, **({"id": _short(call["id"])} if self.short_ids and "id" in call else {}), "function": function}
+
+
+FORMS = [ToolForm(place, *of) for place in ("called", "alone", "whole") for of in product((False, True), repeat=3)]
+"""The forms that are tried, in order."""
+
+
+def called(answers: Sequence[Message], mark: str, most: int | None = None) -> list[Message]:
+    """A question, a turn that calls a tool for each of the answers, at most `most`, and the answers; the arguments
+    contain `mark`."""
+    named = [{**NO_CALL, **answer} for answer in answers if answer["role"] == "tool"]
+    calls = [
+        {"type": "function", "id": of["tool_call_id"], "function": {"name": of["name"], "arguments": {"x": mark}}}
+        for of in named[:most]
+    ]
+    return [
+        Message(role="user", content="?"),
+        Message(role="assistant", content="", tool_calls=calls),
+        *answers,
+    ]
+
+
+def has_answer(messages: Sequence[Message]) -> bool:
+    """Whether a message is a tool's answer."""
+    return any(message["role"] == "tool" for message in messages)
+
+
+def _short(call_id: str) -> str:
+    return xxhash.xxh3_64_hexdigest(call_id.encode(errors="replace"))[:9]
