@@ -84,17 +84,6 @@ def check_description(folder: Path, longest: int, sequence_parallel: int = 1) ->
         check_vocabulary(folder, read_tokenizer(folder / TOKENIZER))
 
 
-def tools_note(folder: Path) -> str | None:
-    """A note that the folder's chat template does not show tools to the policy; None if the template may show them."""
-    file = folder / "chat_template.jinja"
-    if not file.is_file() or "tools" in file.read_text(encoding="utf-8", errors="replace"):
-        return None
-    return (
-        f"agents: {file} does not show tools: the policy does not see the tools that an agent gives; describe them in "
-        "the messages, or use a model whose template shows them"
-    )
-
-
 def require_files(folder: Path, *names: str) -> None:
     """Check that a model folder has certain files.
 

@@ -177,7 +177,7 @@ def sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """The command `baton agent-try`: serve one session, so that a user can try an agent; returns the exit code."""
-    from service.model_folder import MODEL_CONFIG, TOKENIZER, require_files, tools_note
+    from service.model_folder import MODEL_CONFIG, TOKENIZER, require_files
 
     texts = arguments.scripted and arguments.scripted.read_text("utf-8", "replace").splitlines()
     if not texts and (arguments.scripted or not arguments.model):
@@ -188,8 +188,6 @@ def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if not texts:
         refuse_missing_vllm()
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the terminal belongs to the author of the agent
-        if note := tools_note(arguments.model):
-            say(f"note: {note}")
     with phase("loading transformers" if texts else LOADING, after=SHORT_SECONDS):
         from actors.driver.try_agent import try_agent
 

@@ -11,7 +11,6 @@ from service.model_folder import head_rows
 from service.plan.gpu_memory import FitSettings, refuse_too_large
 from service.plan.kv_cache import check_engine
 from service.rollout.chat.chat import load_chat
-from service.rollout.chat.tool_form import NOTES
 from service.rollout.check_inputs import check_environments
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.files import train_file
@@ -39,9 +38,8 @@ def prepare(config: Config, folder: Path) -> Prepared:
     hf_config = checked_model(model_folder)
     chat = load_chat(model_folder, config.generator)
     long = too_long(config.generator, tasks, tasks_file, chat) if config.agents is None else []
-    for note in (*long, NOTES.get(chat.tool_form.place)):
-        if note:
-            say(f"NOTE {note}")
+    for note in (*long, *chat.notes(config.agents is not None or any(task.tools for task in tasks))):
+        say(f"NOTE {note}")
     check_tokenizers(config.scorers, model_folder)
     routing = routing_of_model(hf_config, config.generator.record_experts)
     check_bytes(config, routing.token_bytes)

@@ -217,8 +217,6 @@ class ConversationTree:
             if found := self._after.get(digest_of[length]):
                 if any(message["role"] == "assistant" for message in said[length:]):
                     break
-                if not self._chat.can_append(said[length:]):
-                    break
                 parent = _best(found, known)
                 follows = self._chat.delta(said[length:], int(parent.response.token_ids[-1]))
                 carried = np.concatenate([follows, *begun])

@@ -34,7 +34,6 @@ from service.config.section import (
     Versions,
 )
 from service.handoff.steps.values import MAX_NAMED, TRAINED
-from service.model_folder import tools_note
 
 _VALUE = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _NAME = re.compile(rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_VALUE}")
@@ -273,6 +272,4 @@ class Config(Section):
                 "run.store: only the end of the run is uploaded (final weights, metrics, summary), since "
                 "trainer.checkpoint_every is 0; set it, so that the run can go on from the store"
             )
-        if self.endpoint is not None and self.model.path is not None and (note := tools_note(self.model.path)):
-            notes.append(note)
         return notes

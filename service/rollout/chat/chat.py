@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from functools import cached_property, lru_cache
+from functools import cached_property
 from numbers import Number
 from os.path import commonprefix
 from pathlib import Path
@@ -46,9 +46,6 @@ MARK = f"baton-marks-the-response-{secrets.token_hex(8)}"
 """Placeholder that stands for a response when the template is rendered, to find the text after the response. It is
 random, so that no message contains it."""
 BREAK = "\u200b"
-CACHED_PROMPTS = 4096
-CACHED_CHARACTERS = 4096
-"""Maximum characters of messages whose token ids are cached; longer messages are tokenised each time."""
 
 ASKED = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
 
@@ -134,8 +131,6 @@ class Chat:
         """All token ids are below it: the rows of the model's head, of which the tokenizer may lack some."""
         self._template_options = dict(template_options or {})
         self._special_tokens = SpecialTokens(tokenizer)
-        self._prompts = _cached(lambda messages: self._special_tokens.encode(self._render(messages)))
-        self._deltas = _cached(lambda messages: self._special_tokens.encode(self._following(messages)))
         self.end_id = eos = int(tokenizer.eos_token_id)
         """The token that ends a turn; `conversation` appends it if the policy stopped without an end token."""
         self.end_ids: tuple[int, ...] = (eos, *ends)
@@ -147,6 +142,12 @@ class Chat:
         unknown = tokenizer.unk_token_id
         self.unknown_id: int | None = None if unknown in self.end_ids else unknown
         """The token for characters that the tokenizer lacks; None if there is none, or it ends a turn (GPT-2)."""
+
+    def notes(self, has_tools: bool) -> list[str]:
+        """What the template does not show of tools; `has_tools`: whether prompts may have tools."""
+        answers = "answers of tools are messages of the user: the chat template refuses, drops or moves them"
+        tools = "the chat template shows no tools: describe them in the messages"
+        return [answers] * (self.tool_form.place == "user") + [tools] * (has_tools and not self.shows_tools)
 
     @cached_property
     def shows_tools(self) -> bool:
@@ -160,21 +161,15 @@ class Chat:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Int32s:
         """[Q] token ids of a whole prompt, which ends where the assistant's turn begins."""
-        if tools:
-            return self._special_tokens.encode(self._render(messages, tools))
-        return self._prompts(messages)
+        return self._special_tokens.encode(self._render(messages, tools))
 
     def delta(self, messages: Sequence[Message], last_id: int) -> Int32s:
         """[D] token ids between a response and the assistant's next turn: `messages` as the template renders them.
         `last_id`: the response's last token, which is not repeated if the delta begins with it."""
-        delta = self._deltas(messages)
+        delta = self._special_tokens.encode(self._following(messages))
         first = int(delta[0]) if len(delta) else None
         is_second_end = self.closing_id is not None and last_id in self.end_ids and first in self._all_ends
         return delta[1:] if first == last_id or is_second_end else delta
-
-    def can_append(self, messages: Sequence[Message]) -> bool:
-        """False if `delta` cannot give the messages, because tools' answers are shown inside of the turn before."""
-        return not (has_answer(messages) and self.tool_form.place == "whole")
 
     @cached_property
     def tool_form(self) -> ToolForm:
@@ -194,7 +189,7 @@ class Chat:
         whole = self._render(called([ANSWER], MARK), form=form)
         if f"'{MARK}'" in whole:  # the template writes an object as Python does
             raise MessagesRefused("arguments are needed as a text")
-        return self._after_call(whole) if form.place == "called" else whole
+        return self._after_call(whole)
 
     def text(self, response_ids: Int32s, with_special: bool = False) -> str:
         """The text of a response, with or without special tokens."""
@@ -287,23 +282,3 @@ def load_chat(folder: Path, config: GeneratorConfig) -> Chat:
     """The tokenizer and chat template of the model in `folder`, with the configured template options."""
     rows = head_rows(folder) if is_model_folder(folder) else None
     return Chat(load_tokenizer(folder), config.chat_template_options, rows, declared_ends(folder))
-
-
-def _cached(make: Callable[[Sequence[Message]], Int32s]) -> Callable[[Sequence[Message]], Int32s]:
-    """Wrap `make` so that its results for the newest short message lists are cached."""
-
-    @lru_cache(CACHED_PROMPTS)
-    def newest(key: tuple[tuple[str, str], ...]) -> Int32s:
-        ids = make([Message(role=role, content=content) for role, content in key])
-        ids.setflags(write=False)
-        return ids
-
-    def cached(messages: Sequence[Message]) -> Int32s:
-        # A template may use other fields than role and content, and content that is not text.
-        if any(len(message) != 2 or not isinstance(message["content"], str) for message in messages):
-            return make(messages)
-        if sum(len(message["content"]) for message in messages) > CACHED_CHARACTERS:
-            return make(messages)
-        return newest(tuple((message["role"], message["content"]) for message in messages))
-
-    return cached

@@ -3,8 +3,8 @@ what others need, so the form is found by trying: `Chat.tool_form`.
 
     called   the answer follows the turn that called, and needs it       ...<call> <end> | tool 17 <end> assistant
     alone    the answer follows any turn of the assistant                ...<end> | tool 17 <end> assistant
-    whole    the answer is shown inside of the turn that called          ...<call> 17 <end> | assistant
-    user     no answer of a tool is shown: it is a message of the user   ...<end> | user 17 <end> assistant
+    user     the template refuses or drops answers, or shows them        ...<end> | user 17 <end> assistant
+             inside of the turn that called: they are the user's
 """
 
 from __future__ import annotations
@@ -20,22 +20,15 @@ import xxhash
 from service.rollout.environment import Message
 
 NO_CALL = {"tool_call_id": f"call_{'0' * 24}_0", "name": "tool"}
-"""Id and name of the call that a tool's answer names, if the template needs them and the answer has none."""
-NOTES = {
-    "whole": "the chat template shows a tool's answer inside of the turn that called the tool: after each answer the "
-    "conversation is rendered again, and continues as a new row",
-    "user": "the chat template refuses or drops answers of tools: they are shown as messages of the user",
-}
+"""Id and name of the call that a tool's answer names, if the answer has none: some templates need them."""
 
 
 class ToolForm(NamedTuple):
     """How a template takes calls and answers."""
 
-    place: Literal["called", "alone", "whole", "user"]
+    place: Literal["called", "alone", "user"]
     short_ids: bool = False
     """Whether ids have nine characters (Mistral)."""
-    filled: bool = False
-    """Whether an answer needs the id and the name of its call."""
     text_arguments: bool = False
     """Whether arguments are a text in JSON (DeepSeek), and not an object."""
 
@@ -47,10 +40,10 @@ class ToolForm(NamedTuple):
             if calls := one.get("tool_calls"):
                 one["tool_calls"] = [self._call(call) for call in calls]
             if one["role"] == "tool":
-                one = {**NO_CALL, **one} if self.filled else one
-                if self.short_ids and "tool_call_id" in one:
+                one = {**NO_CALL, **one}
+                if self.short_ids:
                     one["tool_call_id"] = _short(one["tool_call_id"])
-                if self.place == "user" or (self.place == "whole" and not any("tool_calls" in of for of in fitted)):
+                if self.place == "user":
                     one = {"role": "user", "content": one["content"]}
             if self.place == "user" and fitted and one["role"] == fitted[-1]["role"] == "user":  # roles may alternate
                 one["content"] = f"{fitted.pop()['content']}\n{one['content']}"
@@ -67,7 +60,7 @@ class ToolForm(NamedTuple):
         return {**call, **({"id": _short(call["id"])} if self.short_ids and "id" in call else {}), "function": function}
 
 
-FORMS = [ToolForm(place, *of) for place in ("called", "alone", "whole") for of in product((False, True), repeat=3)]
+FORMS = [ToolForm(place, *of) for place in ("called", "alone") for of in product((False, True), repeat=2)]
 """The forms that are tried, in order."""
 
 

@@ -30,8 +30,8 @@ from service.rollout.prompts.rows import messages_of, read_rows
 
 ENCODED = frozenset({"uid", "prompt", "env_class", "tools"})
 """Columns whose texts are written to prompts, logs and journals, so they must be valid UTF-8."""
-OBJECTS = frozenset({"prompt", "tools", "reward_spec", "reward_model", "extra_info"})
-"""Columns of objects or of lists of objects, which may be texts in JSON."""
+OBJECTS = {"tools": "[", "reward_spec": "{", "reward_model": "{", "extra_info": "{"}
+"""Columns that may be a text in JSON, with the beginning of such a text."""
 COLUMN_BYTES = 1 << 24
 """Maximum bytes of one column in one row, as JSON."""
 MAX_UID_LENGTH = 512
@@ -101,12 +101,6 @@ class _RowColumns(msgspec.Struct):
 def _task(columns: Mapping[Any, Any], number: int, path: Path) -> Task:
     """A checked row; errors name file, row and column."""
     plain = {str(column): _checked(str(column), value, number, path) for column, value in columns.items()}
-    for column in OBJECTS & plain.keys():
-        try:
-            read = _read_text(column, value := plain[column])
-        except (ValueError, RecursionError) as error:
-            raise _error(path, number, column, f"no JSON: {error}") from error
-        plain[column] = value if read is value else _checked(column, read, number, path)
     if not plain.get("prompt"):
         others = [column for column in plain if column != "prompt"]
         hint = ""
@@ -143,12 +137,16 @@ def _read_text(column: str, value: Any) -> Any:
         return messages_of(value)
     if column == "tools" and isinstance(value, list):
         return [json.loads(one) if isinstance(one, str) else one for one in value]
-    is_json = isinstance(value, str) and value.lstrip().startswith("[" if column == "tools" else "{")
-    return json.loads(value) if is_json else value
+    begins = OBJECTS.get(column) if isinstance(value, str) else None
+    return json.loads(value) if begins and value.lstrip().startswith(begins) else value
 
 
 def _checked(column: str, value: Any, number: int, path: Path) -> Any:
-    """The value of a column, if it is not too large and not nested too deeply."""
+    """The value of a column, read if it is JSON, if it is not too large and not nested too deeply."""
+    try:
+        value = _read_text(column, value)
+    except (ValueError, RecursionError) as error:
+        raise _error(path, number, column, f"no JSON: {error}") from error
     if value is None or isinstance(value, bool | int | float):
         return value
     if not is_shallow(value):

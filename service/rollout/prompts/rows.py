@@ -31,8 +31,6 @@ NUMBER = re.compile(r"\d+(?:-of-(\d+))?")
 """The number of a shard in a file's name, and the number of shards if the name has it."""
 BATCH_ROWS = 256
 """Rows that are expanded at once: parquet may store a long text once for all rows."""
-MOST_VALUES = 1000
-"""Maximum values of a list column for each row, on average; few bytes of parquet can stand for endless lists."""
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
 """The beginning of a text that is meant as a list of messages."""
 
@@ -47,9 +45,9 @@ def read_rows(path: Path) -> list[Any]:
         return [row for shard in _shards(path) for row in read_rows(shard)]
     if not path.is_file():
         raise UserError(f"dataset {path}: there is no such file")
-    if path.suffix not in SUFFIXES:
+    if (read := {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)) is None:
         raise UserError(f"dataset {path}: it ends in {path.suffix!r}; give a .jsonl or a .parquet file")
-    return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+    return read(path)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -71,39 +69,30 @@ def messages_of(value: Any) -> Any:
     Raises:
         ValueError: the text begins like messages, but is no JSON.
     """
-    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-        try:
-            read = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            if MESSAGES.match(value):
-                raise ValueError(f"the text begins like a list of messages, but is no JSON: {error}") from error
-            return value
-        given = [read] if isinstance(read, dict) else read
-        if not given or not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
-            return value
-        if not all({"role", "from"} & one.keys() for one in given) or not {"content", "value"} & given[0].keys():
-            return value
-        return [{name: of for name, of in one.items() if of is not None} for one in given]
-    return value
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        read = json.loads(value)
+    except (ValueError, RecursionError):
+        if MESSAGES.match(value):
+            raise
+        return value
+    given = read if isinstance(read, list) else [read]
+    are_messages = given and all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in given)
+    return [_without_nulls(one.items()) for one in given] if are_messages else value
 
 
 def _shards(folder: Path) -> list[Path]:
     """The files of the one dataset in a folder or in its subfolders, in order."""
-    files: list[Path] = []
-    for depth in ("*", "*/*"):
-        if not any(file.suffix in SUFFIXES for file in files):
-            found = [file.relative_to(folder) for file in sorted(folder.glob(depth)) if file.is_file()]
-            files = [folder / file for file in found if not str(file).startswith(".")]
     sets: dict[tuple[Path, str], list[Path]] = defaultdict(list)
-    for file in files:
-        sets[file.parent, NUMBER.sub("", file.name.partition(".")[0])].append(file)
+    for file in sorted([*folder.glob("*"), *folder.glob("*/*")]):
+        if file.is_file() and not str(file.relative_to(folder)).startswith("."):
+            sets[file.parent, NUMBER.sub("", file.name.partition(".")[0])].append(file)
     datasets = [shards for shards in sets.values() if any(file.suffix in SUFFIXES for file in shards)]
     if len(datasets) != 1 or len({file.suffix for file in datasets[0]}) > 1:
         several = ", ".join(str(file.relative_to(folder)) for shards in datasets for file in shards)[:200]
         holds = f"several datasets ({several})" if several else "no .jsonl or .parquet file"
-        raise UserError(
-            f"dataset {folder}: the folder holds {holds}; give a file, or a folder with one dataset's files"
-        )
+        raise UserError(f"dataset {folder}: the folder holds {holds}; give one file, or a folder of one dataset")
     (shards,) = datasets
     if (number := NUMBER.search(shards[0].name)) and number[1] and int(number[1]) != len(shards):
         raise UserError(f"dataset {folder}: {len(shards)} of {int(number[1])} shards are there; fetch the others too")
@@ -115,10 +104,6 @@ def _read_parquet(path: Path) -> list[Any]:
     known: dict[str, str] = {}
     try:
         with pq.ParquetFile(path) as file:
-            for group in (file.metadata.row_group(i) for i in range(file.num_row_groups)):
-                columns = (group.column(i) for i in range(group.num_columns))
-                if any(column.num_values > MOST_VALUES * (group.num_rows + MOST_VALUES) for column in columns):
-                    raise ValueError(f"a column has more than {MOST_VALUES} values for each row")
             for batch in file.iter_batches(BATCH_ROWS):
                 rows += _values(batch.to_struct_array(), known)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:

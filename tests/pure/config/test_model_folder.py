@@ -11,7 +11,6 @@ import pytest
 
 from service.config import check_paths, load_config
 from service.errors import UserError
-from service.model_folder import tools_note
 from tests.pure.rollout.conftest import leave_ids_out
 
 QUICKSTART = "configs/quickstart.yaml"
@@ -105,12 +104,3 @@ def test_ranks_that_cannot_divide_the_heads_of_a_model_are_one_line(model: Path)
         UserError, match=r"^trainer\.sequence_parallel: 6 ranks cannot divide .* 12 heads and 4 key heads"
     ):
         check(model, "trainer.ranks=6", "trainer.sequence_parallel=6")
-
-
-@pytest.mark.parametrize(
-    ("template", "is_noted"), [("{{ messages }}", True), ("{% if tools %}{{ tools }}{% endif %}", False), (None, False)]
-)
-def test_a_template_that_leaves_out_tools_is_noted(tmp_path: Path, template: str | None, is_noted: bool) -> None:
-    if template is not None:
-        (tmp_path / "chat_template.jinja").write_text(template)
-    assert (tools_note(tmp_path) is not None) == is_noted

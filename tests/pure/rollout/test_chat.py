@@ -61,11 +61,6 @@ def test_a_turn_ends_with_the_token_that_the_template_closes_it_with_or_the_toke
     assert chat.text(chat.delta(TOLD, chat.end_id)) == "17"
 
 
-def test_a_cached_prompt_cannot_be_written_to(chat: Chat) -> None:
-    with pytest.raises(ValueError, match="read-only"):
-        chat.prompt(ASK)[0] = 0
-
-
 def test_a_folder_without_tokenizer_template_or_place_for_responses_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no folder"):
         load_tokenizer(tmp_path / "missing")
@@ -247,7 +242,7 @@ RULES = {
             "IN",
             "{% if m.tool_calls %}{% for t in messages if t.role == 'tool' %}<t>{{ t.content }}{% endfor %}{% endif %}",
         ),
-        "whole",
+        "user",
     ),
     "refused": (NO_PLACE.replace("TOOL", FAULTY.replace("FAULT", "true")), "user"),
     "dropped": (NO_PLACE.replace("TOOL", ""), "user"),
@@ -265,7 +260,7 @@ async def test_a_tools_answer_is_in_the_next_prompt_whatever_the_template_needs(
     first = tree.add(tree.open(ASK, tools), call, "first")
     told = [ASK[0], first.message(), {"role": "tool", "tool_call_id": first.ids[0], "content": "SEVENTEEN"}]
     opened = tree.open(told, tools)
-    assert opened.how == ("rerendered" if place == "whole" else "appended")
+    assert opened.how == "appended"
     prompts = [chat.text(opened.prompt_ids, True)]
     say = StepResult([Message(role="tool", content="SEVENTEEN")], 0.0, False)
     engine = ScriptedEngine(chat, lambda words: "4")
