@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from ipaddress import ip_address
 from socket import gaierror
@@ -17,14 +17,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from service.agents.call_roles import roles_of
-from service.agents.conversation_tree import AgentCall, ConversationTree
+from service.agents.conversation_tree import ConversationTree
 from service.agents.messages_and_replies import JsonCalls, ReplyParser
 from service.agents.server import Endpoint
 from service.agents.session import Outcome, Session, kept_transcript
 from service.agents.sessions import Sessions, session_key
 from service.config.rollout import AgentsConfig
 from service.errors import UserError, in_one_line, last_lines
-from service.handoff.steps.values import ROLES, Role, StopReason, packed_roles
+from service.handoff.steps.values import ROLES, StopReason, packed_roles
 from service.observe.metrics import Metrics
 from service.rollout.agent_loop import TrajectoryResult, generate_turn
 from service.rollout.chat.chat import Chat
@@ -36,10 +36,6 @@ from service.rollout.step_sinks import StepSink
 from service.types import EvaluationId, Int32s, Steps, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
-
-AUX_SHARE, AUX_STEPS = 0.2, 32
-"""A warning is logged if at least this fraction of the sampled tokens is in calls of the role `aux`; the fraction is
-checked from this number of calls on."""
 
 
 class Agents:
@@ -75,10 +71,6 @@ class Agents:
         """Sessions of an earlier process that nobody plays yet, by the trajectory's name."""
         self._roles: Counter[str] = Counter()
         """Number of steps of trajectories that ended, by role."""
-        self._tokens: Counter[str] = Counter()
-        """Number of sampled tokens in the steps of trajectories that ended, by role."""
-        self._has_warned = Role.AUX in config.train
-        """Whether the warning about `aux` was logged, or is not needed."""
         self._roots: list[int] = []
         """Number of conversations of each trajectory that ended since the last measurement."""
         self._starting = asyncio.Lock()
@@ -164,28 +156,13 @@ class Agents:
             kept_transcript(transcript.replace(session.key, "[key]")),
             () if failure else session.rewards_of_calls(outcome),
         )
-        self._count(session.tree.calls, roles)
+        if roles:
+            self._roles.update(roles)
+            self._roots.append(sum(call.parent is None for call in session.tree.calls))
         sink.end(end)
         is_accepted = await sink.accepted(trajectory)
         session.recorded.set_result(is_accepted)
         return TrajectoryResult(end, outcome.info, failure)
-
-    def _count(self, calls: Sequence[AgentCall], roles: Sequence[str]) -> None:
-        """Count the calls of a trajectory that ended; warn once if many of their tokens are `aux`."""
-        if not roles:
-            return
-        self._roles.update(roles)
-        self._roots.append(sum(call.parent is None for call in calls))
-        for call, role in zip(calls, roles, strict=True):
-            self._tokens[role] += len(call.response.token_ids)
-        share = self._tokens[Role.AUX] / self._tokens.total()
-        if self._roles.total() >= AUX_STEPS and share >= AUX_SHARE and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "%.0f %% of the tokens that agents sample have the role aux and are not trained; if they answer no "
-                "side questions, name their role (header X-Baton-Role) or add aux to agents.train",
-                100 * share,
-            )
 
     def measure(self, metrics: Metrics) -> None:
         """Record the endpoint's counts as metrics."""

@@ -117,7 +117,7 @@ def _marks(annotation: Any) -> Iterator[Any]:
 
 def _path_problems(setting: str, named: Named, path: Path) -> Iterator[_Problem]:
     kind = _kind(setting, path)
-    if kind != named.kind and not (named.or_folder and kind == "folder"):
+    if kind != named.kind:
         what = f"is a {kind}" if kind else f"does not exist{_on_hub(named, path)}"
         yield _Problem(f"{setting}: the {named.what} {path} {what}; {named.hint}", kind is None)
     elif named.holds_model and not is_model_folder(path):

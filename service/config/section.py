@@ -73,11 +73,9 @@ class Named(NamedTuple):
     kind: Literal["file", "folder"] = "file"
     hint: str = "give a text file"
     holds_model: bool = False
-    or_folder: bool = False
-    """Whether a folder of such files may take the place of a file."""
 
 
-Dataset = Annotated[UserPath, Named("dataset", hint="give a JSONL or parquet file", or_folder=True)]
+Dataset = Annotated[UserPath, Named("dataset", hint="give a JSONL or parquet file; several are mixed by data.mixture")]
 KeyFile = Annotated[UserPath, Named("key")]
 MODEL_FOLDER = Named("model folder", "folder", "give a Hugging Face folder", holds_model=True)
 ModelFolder = Annotated[UserPath, MODEL_FOLDER]

@@ -186,10 +186,7 @@ class Chat:
         """The part of a conversation that has to show the tool's answer."""
         if form.place == "alone":
             return self._after_mark([ANSWER], form)
-        whole = self._render(called([ANSWER], MARK), form=form)
-        if f"'{MARK}'" in whole:  # the template writes an object as Python does
-            raise MessagesRefused("arguments are needed as a text")
-        return self._after_call(whole)
+        return self._after_call(self._render(called([ANSWER], MARK), form=form))
 
     def text(self, response_ids: Int32s, with_special: bool = False) -> str:
         """The text of a response, with or without special tokens."""

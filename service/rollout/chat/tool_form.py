@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import xxhash
@@ -29,8 +28,6 @@ class ToolForm(NamedTuple):
     place: Literal["called", "alone", "user"]
     short_ids: bool = False
     """Whether ids have nine characters (Mistral)."""
-    text_arguments: bool = False
-    """Whether arguments are a text in JSON (DeepSeek), and not an object."""
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in this form."""
@@ -52,15 +49,13 @@ class ToolForm(NamedTuple):
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = {"arguments": {}, **call["function"]}
-        if self.text_arguments and not isinstance(function["arguments"], str):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        elif isinstance(function["arguments"], str) and not self.text_arguments:
+        if isinstance(function["arguments"], str):
             with suppress(ValueError, RecursionError):
                 function["arguments"] = json.loads(function["arguments"])
         return {**call, **({"id": _short(call["id"])} if self.short_ids and "id" in call else {}), "function": function}
 
 
-FORMS = [ToolForm(place, *of) for place in ("called", "alone") for of in product((False, True), repeat=2)]
+FORMS = [ToolForm(place, is_short) for place in ("called", "alone") for is_short in (False, True)]
 """The forms that are tried, in order."""
 
 

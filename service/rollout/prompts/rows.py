@@ -1,4 +1,4 @@
-"""Reads rows from JSONL and parquet, from one file or a folder of shards, and writes JSONL.
+"""Reads rows from JSONL and parquet, and writes JSONL.
 
 A field that is null is left out, at every depth, because parquet gives each object the fields of all objects of its
 column. An object in a text is not changed.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -26,9 +25,6 @@ from service.errors import UserError
 from service.files import atomic_file
 from service.rollout.environment import is_text
 
-SUFFIXES = (".jsonl", ".parquet")
-NUMBER = re.compile(r"\d+(?:-of-(\d+))?")
-"""The number of a shard in a file's name, and the number of shards if the name has it."""
 BATCH_ROWS = 256
 """Rows that are expanded at once: parquet may store a long text once for all rows."""
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
@@ -36,15 +32,14 @@ MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
 
 
 def read_rows(path: Path) -> list[Any]:
-    """The rows of a JSONL or parquet file, or of all shards in a folder, without checks of their content.
+    """The rows of a JSONL or parquet file, without checks of their content.
 
     Raises:
-        UserError: the file does not exist, or cannot be read; or the folder does not hold exactly one dataset.
+        UserError: the file does not exist, or cannot be read.
     """
-    if path.is_dir():
-        return [row for shard in _shards(path) for row in read_rows(shard)]
     if not path.is_file():
-        raise UserError(f"dataset {path}: there is no such file")
+        why = "is a folder; name its files in data.mixture" if path.is_dir() else "there is no such file"
+        raise UserError(f"dataset {path}: {why}")
     if (read := {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)) is None:
         raise UserError(f"dataset {path}: it ends in {path.suffix!r}; give a .jsonl or a .parquet file")
     return read(path)
@@ -80,23 +75,6 @@ def messages_of(value: Any) -> Any:
     given = read if isinstance(read, list) else [read]
     are_messages = given and all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in given)
     return [_without_nulls(one.items()) for one in given] if are_messages else value
-
-
-def _shards(folder: Path) -> list[Path]:
-    """The files of the one dataset in a folder or in its subfolders, in order."""
-    sets: dict[tuple[Path, str], list[Path]] = defaultdict(list)
-    for file in sorted([*folder.glob("*"), *folder.glob("*/*")]):
-        if file.is_file() and not str(file.relative_to(folder)).startswith("."):
-            sets[file.parent, NUMBER.sub("", file.name.partition(".")[0])].append(file)
-    datasets = [shards for shards in sets.values() if any(file.suffix in SUFFIXES for file in shards)]
-    if len(datasets) != 1 or len({file.suffix for file in datasets[0]}) > 1:
-        several = ", ".join(str(file.relative_to(folder)) for shards in datasets for file in shards)[:200]
-        holds = f"several datasets ({several})" if several else "no .jsonl or .parquet file"
-        raise UserError(f"dataset {folder}: the folder holds {holds}; give one file, or a folder of one dataset")
-    (shards,) = datasets
-    if (number := NUMBER.search(shards[0].name)) and number[1] and int(number[1]) != len(shards):
-        raise UserError(f"dataset {folder}: {len(shards)} of {int(number[1])} shards are there; fetch the others too")
-    return shards
 
 
 def _read_parquet(path: Path) -> list[Any]:

@@ -21,7 +21,6 @@ from openai import AsyncOpenAI, OpenAI
 
 from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
-from service.agents.agents import AUX_STEPS
 from service.config import AgentsConfig, Config
 from service.config.checks import problems
 from service.config.core_settings import message_limits, worst_bytes
@@ -117,14 +116,6 @@ class Does:
                     said: Any = dict(task.prompt[0])
                     await client.chat.completions.create(model="policy", messages=[said])
                 raise RuntimeError("broken agent")
-            case "chats beside its work":
-                async with aiohttp.ClientSession(headers={"x-api-key": session.key}) as http:
-                    for named in ("main", "aux", "aux", "aux"):
-                        body = {"messages": [dict(task.prompt[0])], "user": named}
-                        at = f"{session.base_url}/chat/completions"
-                        async with http.post(at, json=body, headers={"X-Baton-Role": named}) as answer:
-                            assert answer.status == 200
-                session.finish(1.0)
             case "says its key":
                 KEYS.append(session.key)
                 session.finish(1.0, transcript=f"called with {session.key}, twice")
@@ -394,18 +385,6 @@ async def test_a_command_that_fails_says_why_with_the_end_of_its_output(model: P
     lines = [first, *(f"    {number}" for number in range(82, 101)), "    no room left on the device"]
     assert agents.player.failures == {"environment_error": "\n".join(lines)}
     assert end.transcript.decode().startswith(f"{first}\n\n1\n2\n")
-
-
-@pytest.mark.parametrize("train", [("main", "sub"), ("main", "sub", "aux")])
-async def test_a_log_warns_once_where_many_sampled_tokens_are_not_trained(
-    model: Path, tasks: list[Task], caplog: pytest.LogCaptureFixture, train: tuple[Any, ...]
-) -> None:
-    config = settings(DOES, AgentsConfig(train=train), what="chats beside its work")
-    async with aclosing(Playing(model, config)) as agents:
-        for number in range(AUX_STEPS // 4 + 1):
-            await agents.one(tasks[0], TrajectoryId(number, 0))
-    warned = [record for record in caplog.records if "agents.train" in record.getMessage()]
-    assert len(warned) == ("aux" not in train) and all("75 %" in record.getMessage() for record in warned)
 
 
 async def test_an_agent_that_says_its_key_has_it_in_no_log_status_or_transcript(

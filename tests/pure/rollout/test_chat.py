@@ -232,10 +232,6 @@ RULES = {
         ),
         "called",
     ),
-    "text arguments": (
-        NO_PLACE.replace("TOOL", SHOWN).replace("c.function | tojson", "'' + c.function.arguments"),
-        "called",
-    ),
     "no calls": (NO_PLACE.replace("TOOL", SHOWN).replace("m.tool_calls or []", "[]"), "alone"),
     "inside": (
         TURNS.replace("TOOL", "").replace(

@@ -121,6 +121,8 @@ def test_a_file_that_is_no_dataset_is_refused(tmp_path: Path, name: str, content
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rows\.jsonl: there is no such file"):
         load_tasks(tmp_path / "rows.jsonl")
+    with pytest.raises(UserError, match="is a folder; name its files"):
+        load_tasks(tmp_path)
 
 
 def test_half_a_surrogate_pair_elsewhere_is_written_as_it_was_read(tmp_path: Path) -> None:
@@ -199,25 +201,6 @@ def test_a_text_that_is_meant_as_messages_is_never_the_users_text(tmp_path: Path
     for text in ("[1, 2]", "{x}", '[{"a": 1}]', "[INST]"):
         (task,) = load_tasks(written(tmp_path, {"prompt": text}))
         assert list(task.prompt) == [{"role": "user", "content": text}]
-
-
-def test_a_folder_is_read_if_it_holds_all_shards_of_one_dataset(tmp_path: Path) -> None:
-    (tmp_path / "hub" / "data").mkdir(parents=True)
-    (tmp_path / "hub" / "README.md").touch()
-    shards = [tmp_path / "hub" / "data" / f"train-0000{i}-of-00002.parquet" for i in range(2)]
-    pq.write_table(pa.table({"prompt": ["a", "b"]}), shards[0])
-    with pytest.raises(UserError, match="1 of 2 shards"):
-        load_tasks(tmp_path / "hub")
-    pq.write_table(pa.table({"prompt": ["c"]}), shards[1])
-    tasks = load_tasks(tmp_path / "hub")
-    assert [(task.uid, task.prompt[0]["content"]) for task in tasks] == [("hub-0", "a"), ("hub-1", "b"), ("hub-2", "c")]
-    for other in ("test-00000-of-00001.parquet", "train-00002.jsonl"):
-        (shards[0].parent / other).touch()
-        with pytest.raises(UserError, match="several datasets"):
-            load_tasks(tmp_path / "hub")
-        (shards[0].parent / other).unlink()
-    with pytest.raises(UserError, match=r"no \.jsonl or \.parquet"):
-        load_tasks(tmp_path)
 
 
 @pytest.mark.parametrize("nested", [False, True])
