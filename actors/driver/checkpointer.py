@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.calls import call
+from actors.calls import call, may_be_dropped
 from service.config import Config
 from service.run.checkpoints import TRAINER, Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, JOURNAL
@@ -38,10 +38,13 @@ class Checkpointer:
         self._checkpoints = Checkpoints(run_folder / CHECKPOINTS, config.trainer.keep_checkpoints)
         self._buffer, self._trainer = cluster.buffer, cluster.trainer
         self._checkpointed = checkpointed
-        self._begun: tuple[int, int, float] | None = None
-        """The unfinished checkpoint's step, the journal's position at its start, and its start time (monotonic)."""
-        self._completing: asyncio.Task[None] | None = None
-        """The task that completes the newest checkpoint whose files are written."""
+        self._every, self._begun_at = config.trainer.checkpoint_every, 0
+        self._is_model_folder = config.model.lora is None and config.model.warm_start is None
+        """Whether the ranks have the state of step 0 as soon as they have loaded the model."""
+        self._writing: asyncio.Task[None] | None = None
+        """The task that completes the newest checkpoint."""
+        self.completes = False
+        """Whether a checkpoint's files are written, but the buffer has not been notified of the checkpoint yet."""
 
     def path(self, step: int) -> Path:
         """Return the folder of the ranks' files in the checkpoint of a step."""
@@ -61,33 +64,55 @@ class Checkpointer:
         kept = await asyncio.to_thread(self._checkpoints.steps)
         await call(self._buffer.covered, manifest.step, min([manifest.step, *kept]), who="the buffer")
 
-    async def begin(self, step: int) -> None:
-        """Copy the trainer's state, and start to write the copy to disk; do nothing if the step has a checkpoint."""
-        await self.settle()
-        newest = await asyncio.to_thread(self.newest)
-        if newest is not None and newest.step == step:  # writing it again would delete the complete one first
+    def go_on_from(self, step: int) -> None:
+        """Let the next checkpoint be due `trainer.checkpoint_every` steps after this step."""
+        self._begun_at = step
+
+    async def follow(self, step: int) -> None:
+        """Begin a checkpoint if one is due after this step; while the last one is being written, the next one waits
+        rather than the training. An error of the last one is raised."""
+        if self._writing is not None and not self._writing.done():
             return
+        await self.settle()
+        if self._every and step // self._every > self._begun_at // self._every:
+            await self.begin(step)
+
+    async def begin(self, step: int) -> None:
+        """Copy the trainer's state, and start to write the copy to disk; do nothing if the step has a checkpoint. The
+        state of step 0 is not written if it is the model folder."""
+        await self.settle()
+        self._begun_at = step
+        # Writing it again would delete the complete one first.
+        if step in await asyncio.to_thread(self._checkpoints.steps):
+            newest = await asyncio.to_thread(self.newest)
+            if newest is not None and newest.step == step:
+                return
         at = time.monotonic()
         status = await call(self._buffer.status, who="the buffer")
         folder = await asyncio.to_thread(self._checkpoints.begin, step)
-        await self._trainer.save(folder / TRAINER)
-        self._begun = step, status["journal_synced"], at
+        has_files = step > 0 or not self._is_model_folder
+        if has_files:
+            await self._trainer.save(folder / TRAINER)
+        self._writing = asyncio.ensure_future(self._complete(step, status["journal_synced"], at, has_files))
+        may_be_dropped(self._writing)
 
     async def settle(self) -> None:
-        """Wait for the files of the unfinished checkpoint, write its manifest, and notify the buffer."""
-        if self._begun is None:
-            return
-        await self._trainer.finish_save()
-        self._completing = asyncio.ensure_future(self._complete(*self._begun))
-        await asyncio.shield(self._completing)  # the files are complete, also if the trainer is lost now
+        """Wait until the begun checkpoint is complete; if it failed, raise its error."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+            self._writing = None
 
-    async def _complete(self, step: int, journal_position: int, at: float) -> None:
+    async def _complete(self, step: int, journal_position: int, at: float, has_files: bool) -> None:
+        """Wait for the files of the ranks, write the manifest, and notify the buffer."""
+        if has_files:
+            await self._trainer.finish_save()
+        self.completes = True  # also if the trainer is lost now
         oldest_kept = await asyncio.to_thread(self._checkpoints.finish, step, journal_position)
         await call(self._buffer.covered, step, oldest_kept, who="the buffer")
         self._checkpointed(step, at)
         if self._uploads is not None:
             await self._upload(self._uploads, step)
-        self._begun = None
+        self.completes = False
 
     async def _upload(self, uploads: Uploads, step: int) -> None:
         for _ in range(UPLOAD_ATTEMPTS):
@@ -96,14 +121,14 @@ class Checkpointer:
             if await asyncio.to_thread(uploads.checkpoint, step, *journal):
                 return
 
-    @property
-    def completes(self) -> bool:
-        """Return True if a checkpoint's files are written, but the buffer has not been notified of the checkpoint
-        yet."""
-        return self._completing is not None and not self._completing.done()
+    def reached(self, step: int) -> int:
+        """Return the step, or the step of the checkpoint that was begun last, if it is not known to be complete."""
+        return step if self._writing is None else self._begun_at
 
     async def abandon(self) -> None:
         """Discard the unfinished checkpoint, because the ranks that were writing it died."""
-        if self._completing is not None:
-            await self._completing
-        self._begun = None
+        writing, self._writing = self._writing, None
+        if writing is not None and self.completes:
+            await writing
+        elif writing is not None:
+            writing.cancel()

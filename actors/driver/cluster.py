@@ -39,6 +39,7 @@ from actors.scorers.actor import all_up, place_scorers
 from actors.scorers.workers import asking
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
+from actors.weights.policy_tensors import PolicySize
 from service.config import Config
 from service.errors import RunFailed, UserError
 from service.rollout.run_secret import RunSecret
@@ -78,7 +79,10 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunS
     bundles = run_bundles(config, gpus)
     room = asyncio.run(reserve(bundles, config.trainer.start_deadline, say))
     data = (prepared.tasks_file, *prepared.eval_files.values())
-    files = RunFiles.of(prepared.model_folder, data, run_folder=journal.parent)
+    # each weight with its two moments in float32
+    saved = 12 * PolicySize.of_folder(prepared.model_folder, config.model.lora).elements
+    saved *= config.trainer.checkpoint_every > 0
+    files = RunFiles.of(prepared.model_folder, data, journal.parent, saved)
     check_nodes(room, bundles, files)
     config_json = config.model_dump_json()
     (journal.parent / ADDRESS).unlink(missing_ok=True)  # the address of an earlier part of the run

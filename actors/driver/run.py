@@ -121,7 +121,8 @@ def _run(
                 uids = [task.uid for task in prepared.tasks]
                 check_begun(folder.path / JOURNAL, opening(settings, uids, rows_digest(prepared.tasks)))
                 checkpoints = Checkpoints(folder.path / CHECKPOINTS, kept)
-                check_checkpoint(config.model.lora, prepared.base, checkpoints.path(manifest.step))
+                if manifest.files:  # otherwise its state is the model folder
+                    check_checkpoint(config.model.lora, prepared.base, checkpoints.path(manifest.step))
             uploads = None
             if (url := config.run.store) is not None:
                 step = None if manifest is None else manifest.step

@@ -270,10 +270,11 @@ class TrainerRank(Supervised):
         with self._busy("checkpoint"):
             self.learner.save(Path(folder), background=True)
 
-    def finish_save(self) -> None:
-        """Wait until this rank's part of the last checkpoint is on disk."""
-        with self._busy("checkpoint"):
-            self.learner.finish_save()
+    @ray.method(concurrency_group=WATCHING)  # type: ignore[untyped-decorator]
+    def save_progress(self) -> int | None:
+        """Return the number of bytes of checkpoints that are on disk; None if this rank's part of the last checkpoint
+        is complete. Answers during an optimizer step too; raises the error of a write that failed."""
+        return self.learner.writer.progress()
 
     def restore(self, folder: str) -> None:
         """Resume from a checkpoint, which a different number of ranks may have written."""

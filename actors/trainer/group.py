@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,9 @@ from service.types import PolicyVersion, SupervisedRow
 
 MEMORY = "trainer/gpu_reserved_bytes"
 """A metric of a step that differs from rank to rank; the largest value of all ranks is reported."""
+
+PROGRESS_SECONDS = 0.2
+"""Seconds between two questions to the ranks about the bytes of a checkpoint that are on disk."""
 
 
 class TrainerGroup:
@@ -158,8 +162,14 @@ class TrainerGroup:
         await self._ask_all("save", str(folder))
 
     async def finish_save(self) -> None:
-        """Wait until every rank's part of the last checkpoint is on disk."""
-        await self._ask_all("finish_save")
+        """Wait until every rank's part of the last checkpoint is on disk, as long as bytes are written."""
+        last, since = list[int | None](), time.monotonic()
+        while {*(found := await self._ask_all("save_progress"))} != {None}:
+            if found != last:
+                last, since = found, time.monotonic()
+            elif time.monotonic() - since > self._deadline:
+                raise TrainerLost(f"the trainer has written no byte of its checkpoint for {self._deadline:.0f} s")
+            await asyncio.sleep(PROGRESS_SECONDS)
 
     async def restore(self, folder: Path) -> None:
         """Resume from a checkpoint."""

@@ -61,7 +61,7 @@ class Learner:
         self._objective = Objective(settings, device, self.policy.accumulation_dtype, self.policy.slice.group)
         self._frozen = FrozenWeights(settings.algorithm, self.policy)
         self._optimizer = Optimizer(self.policy.master_weights, self._trainer.betas, self._trainer.weight_decay)
-        self._writer = CheckpointWriter(self.policy.shard, self.policy.n_shards)
+        self.writer = CheckpointWriter(self.policy.shard, self.policy.n_shards)
         self.began: Callable[[str], None] = lambda part: None
         """Called with `optimizer` when the gradient is complete and the optimizer step begins."""
         self.steps = 0
@@ -136,8 +136,8 @@ class Learner:
         return StepReport(True, None, metrics)
 
     def save(self, folder: Path, background: bool = False) -> None:
-        """Write this rank's part of a checkpoint; every rank must call this, and must call `finish_save` after a
-        background save.
+        """Write this rank's part of a checkpoint, in the background until `writer` has finished; every rank must call
+        this.
 
         The learner draws no random numbers, so weights, optimizer, frozen weights and step are the whole state.
         """
@@ -148,13 +148,9 @@ class Learner:
         )
         if policy.copy > 0:
             return  # the ranks of the first copy hold the same rows
-        self._writer.start(folder, self._state(), metadata)
+        self.writer.start(folder, self._state(), metadata)
         if not background:
-            self.finish_save()
-
-    def finish_save(self) -> None:
-        """Wait until this rank's part of the last checkpoint is on disk; if the write failed, raise its error."""
-        self._writer.finish()
+            self.writer.finish()
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint, which another number of ranks may have written; every rank must call this.

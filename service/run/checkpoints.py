@@ -7,7 +7,7 @@ checkpoint; the folders alone decide.
 
 from __future__ import annotations
 
-import errno
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -206,22 +206,12 @@ class Checkpoints:
     def _stamps(self, manifest: Manifest) -> _Stamps:
         """The size and time stamps of the files that exist."""
         files = [self.path(manifest.step) / name for name in manifest.files]
-        return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files if _is_file(file))]
-
-
-def _is_file(file: Path) -> bool:
-    """Whether the file exists; False for names that are not valid for files."""
-    try:
-        return file.is_file()
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        return False
+        return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files if os.path.isfile(file))]
 
 
 def _damage(file: Path, expected: FileChecksum) -> str | None:
     """How a file differs from its entry in the manifest; None if it does not."""
-    if not _is_file(file):
+    if not os.path.isfile(file):  # also if the name is not valid for files
         return "is missing"
     size = file.stat().st_size
     if size != expected.bytes:

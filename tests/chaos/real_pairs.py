@@ -43,7 +43,7 @@ MORE_STEPS = 2
 STATEFUL = ("buffer", "trainer-0", "trainer-1", "generator-0", "engine")
 OTHERS = ("scorer-judge-0", "agent worker", "metrics-hub", "connection")
 PARTNERS = ("buffer", "trainer-0", "generator-0")
-TITLES = {"step": (".step",), "publication": (".weights",), "checkpoint": (".save", ".finish_save")}
+TITLES = {"step": (".step",), "publication": (".weights",), "checkpoint": (".save", ".save_progress")}
 """What the title of a rank's process has at a moment; at others it has none of them."""
 
 LOGS = {"scorer-judge-0": "scorer-judge"}

@@ -121,7 +121,7 @@ def test_a_run_that_was_killed_and_goes_on_serves_metrics_and_once_terminated_wr
     before = run.step()
     resumed = drive(["--resume", str(run.folder)])
     after = int(resumed.until("resuming after step").split()[-1])
-    assert EVERY <= after <= before and after % EVERY == 0
+    assert EVERY <= after <= before
     resumed.until("step ")
     # An actor pushes what it measured within a second or more, so nothing is there at once.
     for name in (b"baton_policy_version", b"baton_batch_padded_sequence_length_last_tokens"):

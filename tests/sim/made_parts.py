@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -89,8 +90,14 @@ class Collective:
 class SimLearner:
     """Learns nothing; its weights are the number of steps."""
 
+    SAVE_BYTES, DISK_RATE = 1.0, 1e9
+    """Bytes of a rank's part of a checkpoint, and bytes a second that the disk takes."""
+
     def __init__(self, rank: int) -> None:
         self._rank, self.steps = rank, 0
+        self.writer = SimpleNamespace(progress=self._progress)
+        self._save: tuple[float, Path, int] | None = None
+        """When the unfinished checkpoint began, its folder and its step."""
         self.policy = SimpleNamespace(dtype=torch.float32, shards=self._shards)
 
     def step(self, batch: MiniBatch) -> StepReport:
@@ -103,12 +110,21 @@ class SimLearner:
         return {"w": WeightRows((RANKS * ROWS_OF_RANK, 2), self._rank * ROWS_OF_RANK, rows)}
 
     def save(self, folder: Path, background: bool) -> None:
-        """Write the number of steps."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"rank_{self._rank}.json").write_text(json.dumps(self.steps))
+        """Begin to write the number of steps."""
+        assert self._progress() is None, "a checkpoint is begun while the last one is being written"
+        self._save = time.monotonic(), folder, self.steps
 
-    def finish_save(self) -> None:
-        """It is written."""
+    def _progress(self) -> int | None:
+        """The bytes that are written; at the end there is the file."""
+        if self._save is None:
+            return None
+        began, folder, steps = self._save
+        if (n_bytes := (time.monotonic() - began) * self.DISK_RATE) < self.SAVE_BYTES:
+            return int(n_bytes)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank_{self._rank}.json").write_text(json.dumps(steps))
+        self._save = None
+        return None
 
     def load(self, folder: Path) -> None:
         """Read the number of steps."""

@@ -88,7 +88,7 @@ STRIKES: dict[str, tuple[str, str, int, float]] = {
     "lease": ("buffer", "lease", 2, 0.3),
     "step": ("trainer-0", "step", 2, 0.3),
     "publication": ("generator-0", "update_weights", 2, 0.1),
-    "checkpoint": ("trainer-0", "finish_save", 2, 0.3),
+    "checkpoint": ("trainer-0", "save_progress", 2, 0.3),
     "end": ("trainer-0", "export", 1, 0.3),
 }
 """By moment (actor, method, how many calls of it, seconds after that call)."""
@@ -218,7 +218,7 @@ class PairWorld:
         judge = add(MadeActor(self.ray, "scorer-judge-0", Judge, Judge, 3.0, seconds={"reply": 0.2}), 1.0)
         made = partial(self._new_buffer, files[1])
         buffer = MadeActor(self.ray, "buffer", BufferActor, made, 6.0, retries=True, died=self._power_is_lost)
-        of_rank = {"load": 5.0, "step": 1.0, "weights": 0.2, "save": 0.2, "finish_save": 1.0, "export": 1.0}
+        of_rank = {"load": 5.0, "step": 1.0, "weights": 0.2, "save": 0.2, "save_progress": 1.0, "export": 1.0}
         of_rank |= {"restore": 1.0, "bucket": 0.05}
         ranks = [
             MadeActor(

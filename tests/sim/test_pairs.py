@@ -9,7 +9,9 @@ import pytest
 
 from actors.buffer.actor import BufferActor
 from service.run.liveness.supervisor import SILENT_SECONDS, Supervisor
-from tests.sim.pair_world import STEPS, PairWorld, run_pair
+from tests.sim import pair_world
+from tests.sim.made_parts import SimLearner
+from tests.sim.pair_world import STEPS, PairWorld, pair_config, run_pair
 from tests.sim.pairs import NAMING_SECONDS, OUTSIDE, VICTIMS, pairs_of
 
 PARTS = 11
@@ -20,7 +22,7 @@ CHANGE_PARTS = 10
 def test_a_run_in_which_nothing_dies_finishes_and_says_so(tmp_path: Path) -> None:
     told = PairWorld(tmp_path).run()
     assert (told.wrong(), told.deaths) == ([], [])
-    assert 20 < told.seconds < 60 and len(told.progress) == STEPS
+    assert 15 < told.seconds < 60 and len(told.progress) == STEPS
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, PARTS))])
@@ -34,6 +36,37 @@ def test_a_run_goes_on_whatever_dies_with_or_after(part: int, tmp_path: Path) ->
     assert wrong == {}
     named.sort()
     assert len(named) >= 150 and named[int(0.99 * len(named))] < NAMING_SECONDS
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint takes 40 s: longer than a stall may take, and than all steps."""
+    monkeypatch.setattr(SimLearner, "SAVE_BYTES", 200e6)
+    monkeypatch.setattr(SimLearner, "DISK_RATE", 5e6)
+    config = pair_config()
+    short = config.model_copy(update={"run": config.run.model_copy(update={"stall_deadline": 20.0})})
+    monkeypatch.setattr(pair_world, "pair_config", lambda engines: short)
+
+
+def test_a_slow_disk_delays_checkpoints_and_no_step(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    on_fast_disk = PairWorld(tmp_path, [], "start").run()
+    request.getfixturevalue("slow_disk")
+    told = PairWorld(tmp_path, [], "start").run()
+    assert (told.wrong(), told.deaths) == ([], [])
+    assert told.progress == pytest.approx(on_fast_disk.progress, rel=0.05)
+    assert told.seconds > on_fast_disk.seconds + 40.0
+    assert not any("restart" in line for _, line in told.said)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 20.0, 39.0, 41.0, 60.0])
+@pytest.mark.usefixtures("slow_disk")
+def test_a_rank_that_dies_while_a_slow_disk_writes_goes_on_from_the_newest_checkpoint(
+    seconds: float, tmp_path: Path
+) -> None:
+    told = PairWorld(tmp_path, [("trainer-0", seconds)], "checkpoint").run()
+    assert (told.broken, told.ended) == ([], "finished") and len(told.deaths) == 1
+    restarts = [line for _, line in told.said if "the trainer restarts from step" in line]
+    assert len(restarts) == 1 and restarts[0].endswith(f"step {0 if seconds < 40 else 1}")
 
 
 def seconds_to_name(victim: str, folder: Path) -> float:

@@ -31,7 +31,7 @@ def here(tmp_path: Path) -> Path:
 
 
 def files_of(here: Path) -> RunFiles:
-    return RunFiles.of(here / "model", [here / "train.jsonl"], here / "run")
+    return RunFiles.of(here / "model", [here / "train.jsonl"], here / "run", 98e9)
 
 
 SPOILT: dict[str, Callable[[Path], object]] = {
@@ -76,9 +76,11 @@ def test_a_gpu_with_other_work_and_a_full_or_slow_disk_are_notes(here: Path, mon
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "H100")
     free = int(MIN_FREE_BYTES / 2)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
-    monkeypatch.setattr(actors.driver.node_check, "MIN_RATE", float("inf"))
+    clock = iter([0.0, 2.0])
+    monkeypatch.setattr(actors.driver.node_check, "time", SimpleNamespace(monotonic=lambda: next(clock, 2.0)))
     gpu, room, rate = look(files_of(here), on_gpu=True).notes
-    assert "40.0 GB in use" in gpu and "10 GB free" in room and "MB/s to the disk" in rate
+    assert "40.0 GB in use" in gpu and "10 GB free" in room and "give it 216" in room
+    assert "writes 8 MB/s to the disk" in rate and "a checkpoint of 98 GB takes 195 minutes" in rate
 
     def full(number: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -171,6 +171,18 @@ async def test_ranks_that_share_micro_batches_get_the_same_part(parts: list[byte
     assert given == [[part] for part in parts for _ in range(4 // len(parts))]
 
 
+async def test_a_checkpoint_may_take_any_time_as_long_as_bytes_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.trainer.group.PROGRESS_SECONDS", 0.05)
+    progress: list[Any] = [*range(20), None]
+    rank = SimpleNamespace(save_progress=answering(progress))
+    await TrainerGroup([rank], 1.0, deadline=0.5).finish_save()
+    assert progress == []
+    stuck = TrainerGroup([rank, SimpleNamespace(save_progress=answering(7))], 1.0, deadline=0.5)
+    progress.extend([None] * 20)
+    with pytest.raises(TrainerLost, match="no byte of its checkpoint for 0 s"):
+        await stuck.finish_save()
+
+
 def test_a_rank_writes_a_profile_of_the_steps_that_the_settings_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
