@@ -239,4 +239,7 @@ async def _outcome(session: Session, playing: asyncio.Task[None]) -> Outcome:
         detail = ": ".join(filter(None, (f"the agent ended without a reward, as {outcome.status!r}", outcome.reason)))
         error = "" if outcome.exit_code is None else str(outcome.exit_code)
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, detail, session.transcript, error)
+    if session.refused:  # many agents take an error for an answer
+        detail = f"the agent ended after its newest request was refused: {session.refused}"
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, detail, session.transcript)
     return outcome

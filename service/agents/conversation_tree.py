@@ -17,7 +17,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import dropwhile, islice, takewhile
+from itertools import accumulate, dropwhile, islice, takewhile
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -190,30 +190,52 @@ class ConversationTree:
         """Whether the chat template puts a request's tools into the prompt."""
         return self._chat.shows_tools
 
+    def named(self, of: str, tools: Sequence[Tool] = ()) -> AgentCall | None:
+        """The call whose name is part of an id that a client received; None if there is none."""
+        call = next((call for call in reversed(self.calls) if call.name in of.split("_")), None)
+        return None if call is None else self._parsed(call, tools)
+
+    def _parsed(self, call: AgentCall, tools: Sequence[Tool]) -> AgentCall:
+        if call.is_restored:
+            sampled = call.response.token_ids[call.response.loss_mask]
+            call.reply, call.is_restored = self._reply(sampled, not call.after, tools), False
+        return call
+
+    def pieces(self, call: AgentCall) -> list[bytes]:
+        """The bytes of each token's text that the policy sampled in a call."""
+        return self._chat.pieces(call.response.token_ids[call.response.loss_mask])
+
     def open(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Tool] = (),
         echoed: Collection[str] = (),
         prefix: str = "",
+        before: AgentCall | None = None,
     ) -> PreparedCall:
         """Make the prompt of a client's request: the prompt continues the longest earlier call that matches the
         messages, or, if no call matches, is the whole conversation as rendered by the chat template.
 
         Of several calls with equal content, the prompt continues the call of which the client sent back the most ids,
-        in tool calls or as `echoed`. The answer begins with the text `prefix`, which the policy continues.
+        in tool calls or as `echoed`. The answer begins with the text `prefix`, which the policy continues. With
+        `before`, the messages are only those after this call.
 
         Raises:
             MessagesRefused: a message cannot be read, or the chat template refuses it.
         """
-        read = read_messages(messages)
+        context = [] if before is None else [before.message()]
+        read = read_messages([*context, *messages])[len(context) :]
         # Some agents change leading system messages in every turn; the first turn's text is kept.
         said = list(dropwhile(lambda message: message["role"] == "system", read))
-        digest_of = digests(said, tools)
-        begun = [self._chat.plain(prefix)] if prefix else []
-        known = {*echoed, *(of.removeprefix("call_").rpartition("_")[0] for of in echoed_ids(messages))}
+        digest_of = digests(said, tools) if before is None else [*accumulate(said, extended, initial=before.after)]
+        begun = [self._chat.plain(prefix, continues=True)] if prefix else []
+        known = {
+            *echoed,
+            *(of.name for of in (before,) if of),
+            *(of.removeprefix("call_").rpartition("_")[0] for of in echoed_ids(messages)),
+        }
         received = self._received(read, known)
-        for length in range(len(said), 0, -1):
+        for length in range(len(said), -1, -1):
             if found := self._after.get(digest_of[length]):
                 if any(message["role"] == "assistant" for message in said[length:]):
                     break
@@ -224,12 +246,14 @@ class ConversationTree:
                 return PreparedCall(
                     parent, "appended", carried, whole, digest_of[-1], tools, received=received, prefix=prefix
                 )
+        if before is not None:
+            raise MessagesRefused("send the whole conversation; these messages cannot follow the earlier response")
         how: How = "rerendered" if any(message["role"] == "assistant" for message in said) else "root"
         whole = np.concatenate([self._chat.prompt(read, tools), *begun])
-        before = takewhile(lambda message: message["role"] != "assistant", read)
+        first = takewhile(lambda message: message["role"] != "assistant", read)
         beginning = Beginning(
             digests(read[: len(read) - len(said)], ())[-1],
-            "\n".join(message["content"] for message in before),
+            "\n".join(message["content"] for message in first),
             bool(tools),
         )
         return PreparedCall(None, how, whole, whole, digest_of[-1], tools, beginning, received, prefix=prefix)
@@ -352,10 +376,7 @@ class ConversationTree:
         call = self._newest_of.get(body)
         if call is None or (call.delivered and not is_retry):
             return None
-        if call.is_restored:
-            sampled = call.response.token_ids[call.response.loss_mask]
-            call.reply, call.is_restored = self._reply(sampled, not call.after, tools), False
-        return call
+        return self._parsed(call, tools)
 
     def _received(self, messages: Sequence[Message], echoed: Collection[str]) -> list[AgentCall]:
         """Calls whose delivery is unknown but whose replies the client sends back, even if other messages changed."""

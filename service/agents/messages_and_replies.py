@@ -22,6 +22,8 @@ from service.rollout.chat.chat import Tool
 from service.rollout.chat.tools import ToolCall, is_shallow, read_call
 from service.rollout.environment import Message, tagged
 
+EXACT, LARGEST = 1 << 53, 1 << 1023
+"""The largest integers that a double holds exactly, and at all."""
 THINK, THOUGHT = "<think>", "</think>"
 
 
@@ -42,9 +44,10 @@ def echoed_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
     """Digests of all prefixes of the conversation, from no message to all messages.
 
-    An assistant's thinking, spaces around its text, and the way in which arguments are written do not change a digest.
+    An assistant's thinking, spaces around its text, the way in which arguments are written, and the order and the
+    descriptions of tools do not change a digest.
     """
-    found = [xxhash.xxh3_128_digest(_json(list(tools)))]
+    found = [xxhash.xxh3_128_digest(b"".join(sorted(_json(_compared(tool, "description")) for tool in tools)))]
     for message in messages:
         found.append(extended(found[-1], message))
     return found
@@ -57,7 +60,7 @@ def extended(digest: bytes, message: Message) -> bytes:
     said = content.strip() if role == "assistant" else content
     # Lengths in front make the bytes unambiguous; JSON of a long text takes ten times as long.
     text = f"{len(role)}:{role}{len(said)}:{said}".encode(errors="surrogatepass")
-    return xxhash.xxh3_128_digest(digest + text + (_json(calls) if calls else b""))
+    return xxhash.xxh3_128_digest(digest + text + (_json(_compared(calls)) if calls else b""))
 
 
 def _read(message: Mapping[str, Any], names: Mapping[Any, str]) -> Message:
@@ -95,6 +98,17 @@ def _number(written: str) -> float | int:
     """A JSON number; integral floats become integers, because clients with one number type send 1 for 1.0."""
     value = float(written)
     return int(value) if value.is_integer() else value
+
+
+def _compared(value: Any, left_out: str = "") -> Any:
+    """What is compared of calls or tools: large integers as clients with one number type have them, and no texts of
+    the name `left_out`."""
+    if isinstance(value, Mapping):
+        kept = {name: of for name, of in value.items() if name != left_out or not isinstance(of, str)}
+        return {name: _compared(of, left_out) for name, of in kept.items()}
+    if isinstance(value, list):
+        return [_compared(of, left_out) for of in value]
+    return int(float(value)) if type(value) is int and EXACT < abs(value) < LARGEST else value
 
 
 def _json(value: Any) -> bytes:

@@ -24,7 +24,7 @@ from service.agents.dialects.chat import CHAT
 from service.agents.dialects.dialect import MODEL, CallAnswer, CallRequest, Dialect, Refused
 from service.agents.dialects.generate import GENERATE
 from service.agents.dialects.messages import MESSAGES
-from service.agents.dialects.responses import RESPONSES
+from service.agents.dialects.responses import RESPONSES, with_items
 from service.agents.requests import STREAM, TOO_LARGE, Requests, is_connected, is_retry, role_named
 from service.agents.session import Session
 
@@ -78,7 +78,9 @@ class PolicyCalls:
             session.check_open()
         calls = [one.result() for one in calling]
         self.answered.update((dialect.name, "replayed" if call.index < known else call.how) for call in calls)
-        first, *others = (CallAnswer(call, int(time.time())) for call in calls)
+        wants_pieces = asked.wants_ids or asked.wants_logprobs
+        pieces = (session.tree.pieces(call) if wants_pieces else () for call in calls)
+        first, *others = (CallAnswer(call, int(time.time()), of) for call, of in zip(calls, pieces, strict=True))
         response = await _write(request, dialect, asked, first._replace(others=others))
         for call in calls:
             call.delivered = call.delivered or is_connected(request)
@@ -96,7 +98,7 @@ class PolicyCalls:
 
         def read(raw: bytes) -> tuple[CallRequest, PreparedCall, str]:
             body = parse_body(raw)
-            asked = dialect.read(body)
+            asked = dialect.read(with_items(body, session.tree.named) if dialect is RESPONSES else body)
             if asked.forms and self._structured == "refuse":
                 raise Refused(400, asked.forms[0], "answers have no prescribed form; see agents.structured")
             hidden = ("tools",) if asked.tools and not session.tree.shows_tools else ()

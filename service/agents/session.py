@@ -43,6 +43,7 @@ REASON_CHARACTERS = 1000
 MAX_LOGGED, SHOWN = 20, 80
 """Maximum number of different refusals of one session that are logged, and maximum characters of a client's name."""
 SHOWN_REFUSALS = 3
+TOO_LONG = "context_length_exceeded"
 SPENT = "Step budget exhausted."
 """The answer if a session has no room left for tokens or calls. An error with status 429 would make clients repeat the
 request."""
@@ -125,6 +126,8 @@ class Session:
         """The result of the agent's run, or the error that ended the session earlier."""
         self.refusals: Counter[str] = Counter()
         """Number of requests that the endpoint refused, by status, field, reason and client."""
+        self.refused = ""
+        """Why the newest request was refused; empty if it was answered, or its prompt was too long."""
         self.opening = asyncio.Lock()
         """Held while a prompt is matched with the tree, possibly in a thread, so that the tree does not grow
         meanwhile."""
@@ -217,7 +220,7 @@ class Session:
         self._cut = StopReason.LENGTH
         length = f"This model's maximum context length is {self._limits.max_input_length} tokens"
         reason = f"prompt is too long: {what}. {length}"
-        return Refused(400, "messages", reason, "context_length_exceeded")
+        return Refused(400, "messages", reason, TOO_LONG)
 
     @property
     def silence(self) -> float:
@@ -265,6 +268,7 @@ class Session:
             Refused: the session has ended, or the prompt is too long.
         """
         self.check_open()
+        self.refused = ""
         if (flying := self._flying.get(body)) is not None:
             return flying
         if (known := self.tree.replayed(body, is_retry, opened.tools)) is not None:
@@ -295,7 +299,11 @@ class Session:
         try:
             if asked.prompt is not None:
                 return self.tree.open_ids(asked.prompt)
-            opened = self.tree.open(asked.messages, asked.tools, asked.echoed, asked.begun)
+            before = self.tree.named(asked.continues, asked.tools) if asked.continues else None
+            if asked.continues and before is None:
+                reason = "this session has no such response; send the whole conversation"
+                raise Refused(400, "previous_response_id", reason, "previous_response_not_found")
+            opened = self.tree.open(asked.messages, asked.tools, asked.echoed, asked.begun, before)
             return opened if asked.may_call else opened._replace(tools=())
         except MessagesRefused as refused:
             raise Refused(400, "messages", str(refused)) from refused
@@ -306,6 +314,7 @@ class Session:
         """Note that the endpoint refused a request of this session; each different refusal is logged once."""
         said = f"{refused.status} {refused} (client {client[:SHOWN]})".replace(self.key, "[key]")
         said = in_one_line(said)
+        self.refused = "" if refused.code == TOO_LONG else said
         if said not in self.refusals:
             if len(self.refusals) == MAX_LOGGED:
                 return

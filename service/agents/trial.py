@@ -70,6 +70,8 @@ class Trial:
         masks = [call.response.loss_mask for call, role in zip(calls, roles, strict=True) if role in trained]
         sampled = sum(call.n_sampled for call in calls)
         print(f"{sum(map(np.count_nonzero, masks))} of {sampled} sampled tokens would be trained", flush=True)
+        if refused := self.session.refused_requests:
+            print(refused, flush=True)
         if not self.session.ended.cancelled():
             self.session.ended.result()
 

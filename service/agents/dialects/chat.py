@@ -49,6 +49,7 @@ class _ChatCall(Struct):
 class _ChatMessage(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
+    name: str | None = None
     reasoning_content: Content = None
     reasoning: Content = None
     tool_calls: list[_ChatCall] | None = None
@@ -87,6 +88,7 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         max_tokens=request.max_completion_tokens or request.max_tokens,
         wants_ids=bool(request.return_token_ids or request.return_tokens_as_token_ids),
         wants_logprobs=bool(request.logprobs),
+        names_ids=bool(request.return_tokens_as_token_ids),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         n=request.n or 1,
     )
@@ -144,17 +146,24 @@ def _message(message: _ChatMessage) -> dict[str, Any]:
         ]
     if message.tool_call_id is not None:
         read["tool_call_id"] = message.tool_call_id
+    if message.name:
+        read["name"] = message.name
     return read
 
 
 def _tokens(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
-    """vLLM's fields for clients that train: token ids, each with a log-probability."""
+    """The tokens with their log-probabilities, and vLLM's field of token ids for clients that train."""
     if not (asked.wants_ids or asked.wants_logprobs):
         return {"logprobs": None}
     ids, logprobs = answer.sampled()
     content: list[dict[str, Any]] = [
-        {"token": f"token_id:{one}", "bytes": None, "logprob": logprob, "top_logprobs": []}
-        for one, logprob in zip(ids, logprobs, strict=True)
+        {
+            "token": f"token_id:{one}" if asked.names_ids else piece.decode(errors="replace"),
+            "bytes": list(piece),
+            "logprob": logprob,
+            "top_logprobs": [],
+        }
+        for one, logprob, piece in zip(ids, logprobs, answer.pieces, strict=True)
     ]
     return {"logprobs": {"content": content}, **({"token_ids": ids} if asked.wants_ids else {})}
 

@@ -11,11 +11,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from service.agents.conversation_tree import AgentCall
 from service.errors import UserError
 from service.rollout.chat.chat import Tool
 from service.types import Int32s
 
+LEAST = -9999.0
+"""The log-probability that OpenAI and vLLM give for a token that is as good as impossible."""
 MODEL = "policy"
 """The name of the only model; requests may name any model."""
 DONE = b"data: [DONE]\n\n"
@@ -43,6 +47,10 @@ class CallRequest(NamedTuple):
     """Whether the client asked for `return_token_ids`: the answer then has ids, log-probabilities and versions."""
     wants_logprobs: bool = False
     """Whether the client asked for log-probabilities without ids."""
+    names_ids: bool = False
+    """Whether tokens are named by their ids in place of their texts (vLLM's `return_tokens_as_token_ids`)."""
+    continues: str = ""
+    """Name of the call that the request continues; empty: it is found by the messages."""
     include_usage: bool = False
     """Whether a stream of chat completions ends with token counts."""
     repeated: Mapping[str, Any] = {}
@@ -63,6 +71,8 @@ class CallAnswer(NamedTuple):
     call: AgentCall
     created: int
     """Time of the answer, in seconds since 1970."""
+    pieces: Sequence[bytes] = ()
+    """The bytes of each sampled token's text; empty if the client did not ask for log-probabilities."""
     others: Sequence[CallAnswer] = ()
     """Further samples of the same request."""
 
@@ -89,9 +99,11 @@ class CallAnswer(NamedTuple):
         return ids
 
     def sampled(self) -> tuple[list[int], list[float]]:
-        """Ids and log-probabilities of the tokens that the policy sampled, without an appended end token."""
+        """Ids and log-probabilities of the tokens that the policy sampled, without an appended end token. A
+        log-probability that is not finite is the least that APIs have, because JSON has no NaN."""
         response, sampled = self.call.response, self.call.response.loss_mask
-        return response.token_ids[sampled].tolist(), response.logprobs[sampled].tolist()
+        logprobs = response.logprobs[sampled]
+        return response.token_ids[sampled].tolist(), np.where(np.isfinite(logprobs), logprobs, LEAST).tolist()
 
 
 class Refused(UserError):

@@ -61,6 +61,7 @@ class _ToolUse(Struct, tag_field="type", tag="tool_use"):
 class _ToolResult(Struct, tag_field="type", tag="tool_result"):
     tool_use_id: Name
     content: Content = None
+    is_error: bool | None = None
 
 
 Block = _Text | _Thinking | _ToolUse | _ToolResult
@@ -97,7 +98,7 @@ def read_to_count(body: Mapping[str, Any]) -> CallRequest:
     blocks = [block for message in request.messages for block in _blocks(message)]
     messages = [*system, *(read for message in request.messages for read in _read(message))]
     begun = taken_begun(messages, request.messages[-1].role == "assistant")
-    return call_request(
+    asked = call_request(
         body,
         request,
         TOOLS,
@@ -107,6 +108,8 @@ def read_to_count(body: Mapping[str, Any]) -> CallRequest:
         echoed=frozenset(block.signature for block in blocks if isinstance(block, _Thinking) and block.signature),
         max_tokens=request.max_tokens,
     )
+    is_error = any(isinstance(block, _ToolResult) and block.is_error for block in blocks)
+    return asked._replace(ignored=(*asked.ignored, "messages.content.is_error")) if is_error else asked
 
 
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:

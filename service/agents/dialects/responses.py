@@ -1,4 +1,5 @@
-"""`/v1/responses`, the API of the OpenAI SDK and Codex; nothing is stored, so every request has the whole input.
+"""`/v1/responses`, the API of the OpenAI SDK and Codex. A request has the whole input, or names items or the response
+before it by ids of its session.
 
 request   instructions, input (text or items), tools (functions, namespaces of them, custom ones), max_output_tokens
 answer    output: reasoning with the call's name as encrypted_content, message, function_call or custom_tool_call
@@ -14,12 +15,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
 
+from service.agents.conversation_tree import AgentCall
 from service.agents.dialects.body import (
     CommonFields,
     Content,
@@ -112,7 +114,31 @@ class _ResponsesRequest(CommonFields, kw_only=True):
     instructions: str | None = None
     metadata: dict[str, str] | None = None
     max_output_tokens: Positive | None = None
+    previous_response_id: str | None = None
     prompt: None = None
+
+
+def with_items(body: dict[str, Any], find: Callable[[str], AgentCall | None]) -> dict[str, Any]:
+    """The request with the items in place of the references to them; `find`: the session's call whose name is part of
+    an id.
+
+    Raises:
+        Refused: the session has no item of this id.
+    """
+
+    def item(i: int, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("type") != "item_reference":
+            return given
+        of = str(given.get("id"))
+        if (call := find(of)) is not None:
+            for one in _output(CallAnswer(call, 0), CallRequest((), repeated={"tools": body.get("tools")})):
+                if one["id"] == of:
+                    return one
+        raise Refused(400, f"input[{i}]", "this session has no such item; send the items themselves (store: false)")
+
+    if not isinstance(given := body.get("input"), list):
+        return body
+    return {**body, "input": [item(i, one) for i, one in enumerate(given)]}
 
 
 def read(body: Mapping[str, Any]) -> CallRequest:
@@ -137,6 +163,7 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         tools=(Function(name, tool.description, tool.parameters) for name, (_, tool) in _tools(request.tools).items()),
         echoed=frozenset(_echoed(items)),
         max_tokens=request.max_output_tokens,
+        continues=request.previous_response_id or "",
         repeated=repeated | choice | {"max_output_tokens": request.max_output_tokens},
     )
 
@@ -238,7 +265,9 @@ def _is_part(item: Item, said: Mapping[str, Any], before: Item | None) -> bool:
     """Whether an item belongs to the answer `said`; `before`: the item before it."""
     if type(before) in ORDER:
         first, second = ORDER[type(before)], ORDER[type(item)]
-        return first < second or first == second == ORDER[_FunctionCall]
+        calls = ORDER[_FunctionCall]
+        is_late = first == calls and not said["content"]  # some clients send calls before the text (Haystack)
+        return first < second or first == second == calls or is_late
     if not isinstance(item, _FunctionCall | _CustomCall) or not said.get("tool_calls"):
         return False
     # A client may put a tool's answer between two calls of one answer.

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from service.config.rollout import GeneratorConfig
 from service.errors import UserError
@@ -46,6 +47,9 @@ MARK = f"baton-marks-the-response-{secrets.token_hex(8)}"
 """Placeholder that stands for a response when the template is rendered, to find the text after the response. It is
 random, so that no message contains it."""
 BREAK = "\u200b"
+ANCHORS = ("\n", "~", "=")
+"""Characters behind which a text is encoded if the tokenizer puts a space before a text's first word."""
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 ASKED = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
 
@@ -70,6 +74,12 @@ class SpecialTokens:
         self._backend = deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._added: dict[int, bytes] = {
+            of: token.content.encode() for of, token in tokenizer.added_tokens_decoder.items()
+        }
+        self._has_bytes = "ByteLevel" in repr(self._backend.decoder)
+        first = self._backend.encode("a", add_special_tokens=False).tokens[:1]
+        self._prepends = bool(first) and first[0].startswith("\u2581")
 
     def broken(self, value: Any) -> Any:
         """A copy of nested values in which no text, including names in mappings, contains a special token.
@@ -97,14 +107,20 @@ class SpecialTokens:
             text = self._special.sub(lambda found: f"{found[0][0]}{BREAK}{found[0][1:]}", text)
         return text
 
-    def encode(self, text: str) -> Int32s:
-        """[T] token ids of a text; a special token's characters become the special token.
+    def encode(self, text: str, continues: bool = False) -> Int32s:
+        """[T] token ids of a text; a special token's characters become the special token. `continues`: the text follows
+        other tokens, so that no space is put before it (sentencepiece).
 
         Raises:
             MessagesRefused: the text contains half of a surrogate pair, which no tokenizer accepts.
         """
         if not is_text(text):
             raise MessagesRefused("a message holds half a surrogate pair, which is no text")
+        for anchor in ANCHORS if continues and self._prepends else ():
+            encoded = self._backend.encode(anchor + text, add_special_tokens=False)
+            kept = [start >= 1 for start, _ in encoded.offsets]
+            if all(end <= 1 for (_, end), is_kept in zip(encoded.offsets, kept, strict=True) if not is_kept):
+                return np.array(encoded.ids, np.int32)[kept]
         # Batch encoding releases the interpreter's lock and is twice as fast, so that other threads run meanwhile.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoded.ids, np.int32)
@@ -112,6 +128,16 @@ class SpecialTokens:
     def decode(self, token_ids: Int32s, with_special: bool = False) -> str:
         """The text of token ids; `with_special`: whether special tokens are part of the text."""
         return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=not with_special))
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes of a token's text; a character may consist of several tokens."""
+        token = self._backend.id_to_token(token_id)
+        if token is None or token_id in self._added:
+            return self._added.get(token_id, b"")
+        if self._has_bytes:
+            return bytes(BYTES[character] for character in token)
+        byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
+        return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
 
 
 class Chat:
@@ -166,7 +192,7 @@ class Chat:
     def delta(self, messages: Sequence[Message], last_id: int) -> Int32s:
         """[D] token ids between a response and the assistant's next turn: `messages` as the template renders them.
         `last_id`: the response's last token, which is not repeated if the delta begins with it."""
-        delta = self._special_tokens.encode(self._following(messages))
+        delta = self._special_tokens.encode(self._following(messages), continues=True)
         first = int(delta[0]) if len(delta) else None
         is_second_end = self.closing_id is not None and last_id in self.end_ids and first in self._all_ends
         return delta[1:] if first == last_id or is_second_end else delta
@@ -201,9 +227,14 @@ class Chat:
         """
         return self._special_tokens.encode(text)
 
-    def plain(self, text: str) -> Int32s:
-        """Token ids of a text from a policy, an environment or a dataset; special tokens in it are broken."""
-        return self._special_tokens.encode(self._special_tokens.broken_text(text))
+    def plain(self, text: str, continues: bool = False) -> Int32s:
+        """Token ids of a text from a policy, an environment or a dataset; special tokens in it are broken. `continues`:
+        the text follows other tokens of the same message."""
+        return self._special_tokens.encode(self._special_tokens.broken_text(text), continues)
+
+    def pieces(self, token_ids: Int32s) -> list[bytes]:
+        """The bytes of each token's text; a character may consist of several tokens."""
+        return [self._special_tokens.piece(token_id) for token_id in token_ids.tolist()]
 
     def _following(self, messages: Sequence[Message]) -> str:
         """The text between a response and the next turn."""

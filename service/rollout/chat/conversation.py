@@ -116,7 +116,8 @@ class Conversation:
             case "rerender":
                 return Prompt(self._chat.prompt(self.messages, tools), whole=True)
             case "inline":
-                return Prompt(self._chat.plain("".join(message["content"] for message in messages)), whole=False)
+                told = "".join(message["content"] for message in messages)
+                return Prompt(self._chat.plain(told, continues=True), whole=False)
 
     def close(self, text: str, generation: Generation, last: bool) -> Response:
         """The response to the last prompt, followed by an end token if the policy sampled none. `last`: whether no turn

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from time import process_time
 from typing import Any, get_type_hints
 
+import numpy as np
 import openai
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
@@ -26,7 +28,8 @@ from service.handoff.steps.values import StopReason
 from service.rollout.environment import TrajectoryFailed
 from tests.pure.agents.dialect_clients import CLIENTS, QUESTION, REPLIES, SEARCH, TURNS, Heard, sdk
 from tests.pure.agents.endpoint import CHAT, MESSAGES, RESPONSES, Client, House, client_of, until
-from tests.pure.agents.talks import ALL, ChatTalk, called, says
+from tests.pure.agents.talks import ALL, ChatTalk, ResponsesTalk, called, says
+from tests.pure.rollout.conftest import generated
 
 
 async def test_the_same_conversation_has_the_same_tokens_through_every_client(house: House) -> None:
@@ -139,7 +142,7 @@ REFUSED = [
     (RESPONSES, {"background": True}, "background"),
     (RESPONSES, {"metadata": []}, "metadata"),
     (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "prompt"),
-    (RESPONSES, {"input": [{"role": "user", "content": "a"}, {"type": "item_reference"}]}, "input[1].type"),
+    (RESPONSES, {"input": [{"role": "user", "content": "a"}, {"type": "item_reference"}]}, "input[1]"),
     (RESPONSES, {"tools": [{"type": "web_search"}, {"type": "custom"}]}, "tools[1].name"),
     (MESSAGES, {"max_tokens": None}, "max_tokens"),
     (MESSAGES, {"system": [{"type": "text", "text": None}]}, "system[0].text"),
@@ -216,7 +219,9 @@ async def test_a_client_that_trains_gets_exactly_the_sampled_tokens(
         choice, usage = whole.choices[0], whole.usage
     (prompt,), (sampled,) = house.prompts, house.replies
     assert (whole.prompt_token_ids, choice.token_ids) == (prompt, sampled)
-    assert [one.token for one in choice.logprobs.content] == [f"token_id:{one}" for one in sampled]
+    texts = [house.chat.text(np.array([one]), True) for one in sampled]
+    named = [f"token_id:{one}" for one in sampled] if fields is NEMO_GYM else texts
+    assert [one.token for one in choice.logprobs.content] == named
     assert [one.logprob for one in choice.logprobs.content] == house.steps[0].logprobs.tolist()
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(sampled))
 
@@ -299,3 +304,74 @@ def test_every_field_of_a_request_is_honoured_ignored_or_refused_as_it_is_listed
 @pytest.mark.parametrize("path", SDK)
 def test_every_field_of_the_installed_sdk_is_listed(path: str) -> None:
     assert {*get_type_hints(SDK[path]), "stream"} <= set[str]().union(*listed(path))
+
+
+@pytest.mark.parametrize("shape", ["previous", "reference", "late text", "in order"])
+async def test_a_second_request_of_responses_as_clients_ship_it_continues_the_first(
+    house: House, session: Session, client: Client, shape: str
+) -> None:
+    house.say = lambda prompt: "ok" if house.replies else called()
+    talk = ResponsesTalk("hi")
+    _, first = await client.post(talk.path, talk.body())
+    thought, text, call = first["output"]
+    body, asked = talk.body(), talk.input
+    told = {"type": "function_call_output", "call_id": call["call_id"], "output": "SEVENTEEN"}
+    say = {"role": "assistant", "content": text["content"][0]["text"]}
+    named = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    body |= {
+        "previous": {"input": [told], "previous_response_id": first["id"]},
+        "reference": {"input": [*asked, *named, told]},
+        "late text": {"input": [*asked, thought, call, say, told]},
+        "in order": {"input": [*asked, thought, say, call, told]},
+    }[shape]
+    status, second = await client.post(talk.path, body)
+    assert status == 200, second
+    assert session.tree.calls[1].parent is session.tree.calls[0] and house.is_exact
+    assert "SEVENTEEN" in house.chat.text(session.tree.calls[1].carried_ids)
+    body = talk.body() | {
+        "input": [*asked, *first["output"], told, *second["output"], {"role": "user", "content": "?"}]
+    }
+    assert (await client.post(talk.path, body))[0] == 200 and session.tree.calls[2].parent is session.tree.calls[1]
+    for unknown in ({"previous_response_id": "resp_x"}, {"input": [{"type": "item_reference", "id": "msg_x"}]}):
+        status, refused = await client.post(talk.path, talk.body() | unknown)
+        assert status == 400 and "send the" in refused["error"]["message"]
+
+
+async def test_what_clients_change_in_a_conversation_does_not_end_it(
+    house: House, session: Session, client: Client
+) -> None:
+    """Tools in another order and with a clock in a description, numbers of clients with doubles, names."""
+    house.say = lambda prompt: "ok" if house.replies else called(f'{{"query": "marn", "n": {(1 << 60) + 1}}}')
+    tools = [{"type": "function", "function": {"name": name, "description": "12:00"}} for name in ("search", "add")]
+    body = {"messages": [{"role": "user", "content": "hi", "name": "Ann"}], "tools": tools, "logprobs": True}
+    _, first = await client.post(CHAT, body)
+    message = first["choices"][0]["message"]
+    pieces = first["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(of["bytes"]) for of in pieces).decode().startswith(called("")[:9])
+    (call,) = message["tool_calls"]
+    call["function"]["arguments"] = call["function"]["arguments"].replace(str((1 << 60) + 1), str(1 << 60))
+    told = {"role": "tool", "tool_call_id": call["id"], "content": "17"}
+    tools = [{"type": "function", "function": {"name": name, "description": "12:01"}} for name in ("add", "search")]
+    status, _ = await client.post(CHAT, body | {"messages": [*body["messages"], message, told], "tools": tools})
+    assert status == 200 and session.tree.calls[1].how == "appended"
+
+
+async def test_log_probabilities_name_texts_and_bytes_and_are_numbers(
+    house: House, session: Session, client: Client
+) -> None:
+    ids = [*house.chat.plain("é?").tolist(), house.chat.end_id]
+    house.say = lambda prompt: replace(generated(ids), logprobs=np.array([-1, np.nan, -np.inf, -0.5], np.float32))
+    body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+    _, reply = await client.post(CHAT, body)
+    content = reply["choices"][0]["logprobs"]["content"]
+    assert bytes(b for of in content for b in of["bytes"]) == "é?<|im_end|>".encode()
+    assert [of["token"] for of in content] == ["\ufffd", "\ufffd", "?", "<|im_end|>"]
+    assert [of["logprob"] for of in content] == [-1, -9999, -9999, -0.5]
+    _, reply = await client.post(CHAT, body | {"return_tokens_as_token_ids": True})
+    assert reply["choices"][0]["logprobs"]["content"][0]["token"] == f"token_id:{ids[0]}"
+
+
+async def test_an_error_of_a_tool_is_named_as_ignored(house: House, session: Session, client: Client) -> None:
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "boom", "is_error": True}
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": [result]}]}
+    assert (await client.answer(MESSAGES, body)).headers["X-Baton-Ignored"] == "messages.content.is_error"

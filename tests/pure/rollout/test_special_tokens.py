@@ -52,6 +52,11 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
     backend = Tokenizer(BPE(letters | {a + b: len(letters) + i for i, (a, b) in enumerate(merges)}, merges))
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
+    return finished(backend, template)
+
+
+def finished(backend: Tokenizer, template: str) -> PreTrainedTokenizerBase:
+    """The tokenizer with its special tokens and its template."""
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in ORDINARY])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
