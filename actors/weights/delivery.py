@@ -15,7 +15,7 @@ from actors.calls import ACTOR_FAILED, call, in_a_line, may_be_dropped
 from actors.weights.node_images import NodeImages
 from actors.weights.weight_source import PublishedWeights, TrainerLost
 from service.config import WeightsConfig
-from service.errors import RunFailed, WeightsGone
+from service.errors import Starved, WeightsGone
 from service.types import PolicyVersion
 
 
@@ -68,18 +68,10 @@ class Delivery:
 
         Returns the seconds from the start of sending the weights until the last engine served them; None if an earlier
         call has returned these seconds, or no weights were sent yet.
-
-        Raises:
-            RunFailed: the update took longer than `weights.sync_deadline`.
         """
         if self._sync is None:
             return None
-        deadline = self._config.sync_deadline
-        try:
-            async with asyncio.timeout(deadline):
-                seconds = await asyncio.shield(self._sync)  # a waiting caller may be cancelled; the engines continue
-        except TimeoutError as error:
-            raise RunFailed(f"the engines did not take new weights within {deadline:.0f} s") from error
+        seconds = await asyncio.shield(self._sync)  # a waiting caller may be cancelled; the engines continue
         self._sync = None
         return seconds
 
@@ -102,18 +94,25 @@ class Delivery:
                 return None
             weights = self._latest
             try:
-                if self._config.transport == "memory":
-                    await self._pull(name, weights)
-                else:
-                    handles = await self._source.ipc_handles(list(self._generators).index(name), weights.version)
-                    if handles is not None:  # otherwise the rank has newer weights, which are about to be published
-                        await self._take(name, weights.version, *handles)
+                await self._bring(name, weights)
             except TrainerLost as lost:
                 self._source_failed(lost)
             except ACTOR_FAILED as error:
                 self._not_taken(name, weights.version, error)
                 return error
         return None
+
+    async def _bring(self, name: str, weights: PublishedWeights) -> None:
+        within = weights.seconds(self._config.sync_deadline)
+        try:
+            async with asyncio.timeout(within):
+                if self._config.transport == "memory":
+                    return await self._pull(name, weights)
+                handles = await self._source.ipc_handles(list(self._generators).index(name), weights.version)
+                if handles is not None:  # otherwise the rank has newer weights, which are about to be published
+                    await self._take(name, weights.version, *handles)
+        except TimeoutError:
+            raise Starved(f"it has not loaded the new weights within {within:.0f} s") from None
 
     async def _update_all(self, weights: PublishedWeights) -> float:
         start = time.monotonic()
@@ -139,5 +138,5 @@ class Delivery:
                     raise
 
     async def _take(self, name: str, version: PolicyVersion, data: Any, checksum: int = 0) -> None:
-        update, within = self._generators[name].update_weights, self._config.sync_deadline
-        await call(update, version.pack(), data, checksum, who=name, within=within)
+        update = self._generators[name].update_weights
+        await call(update, version.pack(), data, checksum, who=name, within=None)

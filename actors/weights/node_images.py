@@ -163,7 +163,7 @@ class NodeImages:
         return [held for held in begun if held.path is None and held.error is None]
 
     async def _read_one(self, held: NodeImage, remotes: Sequence[RemoteMemory]) -> str:
-        within = self._deadline / TRIES
+        within = held.weights.seconds(self._deadline) / TRIES
         arguments = held.weights.version.pack(), held.weights.sources, remotes, within
         try:
             read = await call(held.generator.read_image, *arguments, who=held.holder, within=2 * within)

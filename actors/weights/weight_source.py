@@ -23,6 +23,10 @@ class TrainerLost(BatonError):
         self.is_remedied = is_remedied
 
 
+MIN_BYTES_PER_SECOND = 100e6
+"""Rate at which weights must arrive at an engine; Ray's object store brings several times as many to another host."""
+
+
 @dataclass(frozen=True)
 class PublishedWeights:
     """One version of the weights that is sent to the engines."""
@@ -36,3 +40,7 @@ class PublishedWeights:
     def sizes(self) -> list[int]:
         """Return the number of bytes of each rank's part."""
         return [source.part.n_bytes for source in self.sources]
+
+    def seconds(self, deadline: float) -> float:
+        """Return `deadline` and the seconds that the bytes may take."""
+        return deadline + sum(self.sizes) / MIN_BYTES_PER_SECOND

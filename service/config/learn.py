@@ -224,7 +224,7 @@ class WeightsConfig(Section):
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """KV cache of running requests at an update: compute it again with the new weights, or keep it."""
     sync_deadline: Seconds = 300.0
-    """Seconds in which an engine must have loaded new weights."""
+    """Seconds in which an engine must have loaded new weights, and one more for each 100 MB; a later one restarts."""
     verify: bool = False
     """Let the run fail if engine and trainer give different log-probabilities to more than a tenth of the newest
     policy's tokens in several successive steps."""

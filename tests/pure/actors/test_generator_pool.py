@@ -12,7 +12,8 @@ from ray.exceptions import ObjectLostError
 import actors.calls
 from actors.deaths import is_death
 from actors.generator.generator_pool import GeneratorPool
-from actors.weights.weight_source import TRAINER, TrainerLost
+from actors.weights.part import Source, WeightPart
+from actors.weights.weight_source import TRAINER, PublishedWeights, TrainerLost
 from service.backoff import Backoff
 from service.config import RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
@@ -237,11 +238,14 @@ async def test_weights_that_are_lost_on_their_way_are_waited_for_until_the_next(
     ]
 
 
-async def test_weights_that_nobody_takes_in_time_end_the_run() -> None:
+async def test_an_engine_that_does_not_take_weights_in_time_costs_that_engine_and_not_the_run() -> None:
     world = await World("memory", sync_deadline=0.05).started()
     world.generators[0].loading.clear()
-    with pytest.raises(RunFailed, match="did not take new weights within 0 s"):
-        await world.publish(1)
+    taken = await world.publish(1)
+    assert [line.partition(" ")[0] for line in taken] == ["generator-1"]
+    assert len(world.failed) == 1 and "generator-0 did not take the weights of version 1:1" in world.told[0]
+    large = PublishedWeights(PolicyVersion(1, 1), (Source(WeightPart(((0, 10**11),)), "/rank-0"),))
+    assert large.seconds(300.0) == 1300.0, "more bytes may take longer"
 
 
 async def test_code_that_blocks_a_generator_is_named_in_the_terminal_as_often_as_the_generator_says_so(
