@@ -80,7 +80,7 @@ class World:
             for number in range(n_ranks, n_ranks + HOSTS)
         }
         ray.get([holder.hold_image.remote(-1, 0) for holder in self.holders.values()])
-        self.trainer = TrainerGroup.of(config, self.ranks)
+        self.trainer = TrainerGroup(config, self.ranks)
         self.trainer.nodes = nodes[:n_ranks]
         self.files = NodeImages(self.holders, self.trainer, config.weights.sync_deadline)
         for number, name in enumerate(self.holders, start=n_ranks):

@@ -9,6 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TextIO
 
+import numpy as np
+from numpy.typing import NDArray
+
 from actors.calls import resolve_actor
 from actors.deaths import Supervised
 from actors.heap import freeze_heap
@@ -49,8 +52,9 @@ class LeasedBatch(NamedTuple):
 
     lease: int
     metrics: dict[str, float]
-    parts: tuple[bytes, ...]
-    """The encoded part of each rank, or of each group of ranks that share micro-batches."""
+    parts: tuple[NDArray[np.uint8], ...]
+    """The encoded part of each rank, or of each group of ranks that share micro-batches. Arrays, because Ray copies
+    bytes several times and arrays once."""
     trajectories: list[dict[str, Any]]
     """A sample of the mini-batch's trajectories, for `trajectories.jsonl`."""
     lost: list[dict[str, Any]]
@@ -225,7 +229,8 @@ class BufferActor(Supervised):
 
     def _encode(self, batch: MiniBatch, groups: Sequence[CompleteGroup], version: PolicyVersion) -> LeasedBatch:
         self._telemetry.batches.leased(batch)
-        parts = tuple(encode_mini_batch(batch_of_rank(batch, rank)) for rank in range(len(batch.ranks)))
+        encoded = (encode_mini_batch(batch_of_rank(batch, rank)) for rank in range(len(batch.ranks)))
+        parts = tuple(np.frombuffer(part, np.uint8) for part in encoded)
         records = trajectory_records(batch, groups, version, RecordSettings.of(self._config))
         return LeasedBatch(batch.lease, batch.metrics, parts, records, self._lost.take())
 

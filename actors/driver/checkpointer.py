@@ -39,6 +39,7 @@ class Checkpointer:
         self._buffer, self._trainer = cluster.buffer, cluster.trainer
         self._checkpointed = checkpointed
         self._every, self._begun_at = config.trainer.checkpoint_every, 0
+        """Steps between two checkpoints, and the step of the newest one, complete or not."""
         self._is_model_folder = config.model.lora is None and config.model.warm_start is None
         """Whether the ranks have the state of step 0 as soon as they have loaded the model."""
         self._writing: asyncio.Task[None] | None = None
@@ -65,7 +66,7 @@ class Checkpointer:
         await call(self._buffer.covered, manifest.step, min([manifest.step, *kept]), who="the buffer")
 
     def go_on_from(self, step: int) -> None:
-        """Let the next checkpoint be due `trainer.checkpoint_every` steps after this step."""
+        """Note that the run begins or goes on with the state of this step."""
         self._begun_at = step
 
     async def follow(self, step: int) -> None:
@@ -81,12 +82,9 @@ class Checkpointer:
         """Copy the trainer's state, and start to write the copy to disk; do nothing if the step has a checkpoint. The
         state of step 0 is not written if it is the model folder."""
         await self.settle()
+        if step and step == self._begun_at:  # writing it again would delete the complete one first
+            return
         self._begun_at = step
-        # Writing it again would delete the complete one first.
-        if step in await asyncio.to_thread(self._checkpoints.steps):
-            newest = await asyncio.to_thread(self.newest)
-            if newest is not None and newest.step == step:
-                return
         at = time.monotonic()
         status = await call(self._buffer.status, who="the buffer")
         folder = await asyncio.to_thread(self._checkpoints.begin, step)

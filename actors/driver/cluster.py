@@ -154,4 +154,4 @@ def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | No
         actor.options(**rank_options(config, gpus, room, rank)).remote(config_json, rank, hub, gpus > 0)
         for rank in range(config.trainer.ranks)
     ]
-    return TrainerGroup.of(config, ranks)
+    return TrainerGroup(config, ranks)

@@ -8,8 +8,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -83,8 +82,8 @@ class Node(NamedTuple):
     """Why the node cannot take part in the run; None if it can."""
     notes: Sequence[str] = ()
     """What makes the run slower on this node, or may end it."""
-    versions: Mapping[str, str] = {}
-    """Versions of Python and of `PACKAGES`; a missing package has no entry."""
+    versions: Set[tuple[str, str]] = frozenset()
+    """Versions of Python and of the installed `PACKAGES`."""
 
 
 def check_nodes(room: PlacementGroup, bundles: Sequence[Bundle], files: RunFiles) -> None:
@@ -145,8 +144,7 @@ def _used_gpus() -> Iterator[str]:
 
 def _disk(folder: str, checkpoint_bytes: float) -> Iterator[str]:
     """Notes on the disk of a folder: too little room, or a slow disk; the rate includes `fsync`."""
-    # The newest checkpoint is kept until the next one is complete.
-    needed = MIN_FREE_BYTES + 2 * checkpoint_bytes
+    needed = MIN_FREE_BYTES + 2 * checkpoint_bytes  # the newest one is kept until the next one is complete
     if (free := shutil.disk_usage(folder).free) < needed:
         yield f"has {free / 1e9:.0f} GB free on the disk of {folder}: give it {needed / 1e9:.0f}"
     began = time.monotonic()
@@ -166,18 +164,13 @@ def _disk(folder: str, checkpoint_bytes: float) -> Iterator[str]:
         )
 
 
-def _versions() -> dict[str, str]:
-    found = {name: installed.version for name in PACKAGES for installed in metadata.distributions(name=name)}
-    return {"python": platform.python_version(), **found}
+def _versions() -> Set[tuple[str, str]]:
+    found = [(name, installed.version) for name in PACKAGES for installed in metadata.distributions(name=name)]
+    return {("python", platform.python_version()), *found}
 
 
 def unequal_versions(nodes: Sequence[Node]) -> Iterator[str]:
-    """Yield a line for each package whose version is not the same on all nodes."""
-    for package in ("python", *PACKAGES):
-        found = Counter(node.versions.get(package, "none") for node in nodes)
-        if len(found) > 1:
-            (usual, _), *_ = found.most_common()
-            others = ", ".join(
-                f"{node.where} {version}" for node in nodes if (version := node.versions.get(package, "none")) != usual
-            )
-            yield f"{package} is {usual} on most nodes, but not on all ({others}): install the same everywhere"
+    """Yield a line with all versions of the packages that do not have the same version on all nodes."""
+    differing = {each for node in nodes for each in node.versions ^ nodes[0].versions}
+    if differing:
+        yield f"the nodes differ in {', '.join(map(' '.join, sorted(differing)))}: install the same everywhere"

@@ -9,7 +9,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import ray
 from ray._private import services
 from ray.job_config import JobConfig
 
+from actors import RAY_ENV
 from actors.calls import in_a_line
 from actors.driver.signals import handlers_kept, run_beside, when_stuck
 from actors.engine.vllm_arguments import SCRATCH
@@ -37,6 +38,9 @@ START_TRIES = 3
 setting changes (https://github.com/ray-project/ray/issues/65983). On a busy machine the next try is faster, because the
 files are cached."""
 RAYLET_ERRORS = "raylet.err"
+PASSED_ON = re.compile("(TORCH_)?NCCL_|UCX_|FI_|GLOO_|VLLM_")
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
+"""Matches names of variables whose values are not printed."""
 
 _CHECK_FAILED = re.compile(r"Check failed: .*")
 
@@ -88,7 +92,7 @@ class _BatonJob(JobConfig):  # type: ignore[misc]
 
 def _connect(config: Config, mark: str, logs: Path | None) -> None:
     os.environ[SAFE_PATH] = "1"
-    variables = {MARK: mark, SAFE_PATH: "1", USER_FOLDER: str(user_folder())}
+    variables = passed_on(os.environ) | {MARK: mark, SAFE_PATH: "1", USER_FOLDER: str(user_folder())}
     settings = {
         "namespace": f"baton-{config.run.name}-{mark}",
         "job_config": _BatonJob(),
@@ -109,6 +113,16 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
     start_watchdog(mark, folder)  # before the folder is there: a stop signal in between must not leave it
     folder.mkdir(mode=0o700)
     _start(mark, folder, logs, num_cpus=cpus, **settings)
+
+
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of communication libraries and of vLLM that the user has set, because a cluster's processes
+    inherit only those of their node; a line names them."""
+    found = {name: value for name, value in environment.items() if PASSED_ON.match(name) and name not in RAY_ENV}
+    if found:
+        shown = (f"{name}={value}" if not SECRET.search(name) else name for name, value in sorted(found.items()))
+        say(f"environment variables for ranks and engines: {', '.join(shown)}")
+    return found
 
 
 def check_address(address: str) -> None:

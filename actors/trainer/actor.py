@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import ray
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from actors.calls import resolve_actor
 from actors.cuda import unusable_cuda
@@ -74,6 +76,8 @@ class TrainerRank(Supervised):
         self._learner: Learner | None = None
         self._supervised: SupervisedSteps | None = None
         """Takes the steps of `baton sft`; None before the first step."""
+        self._store: TCPStore | None = None
+        """Where the ranks form their process group."""
         self._gathered: tuple[int | None, dict[str, torch.Tensor]] = (None, {})
         """The whole weights that were gathered last, for transport `ipc`, with their version."""
         self._buffers = PartBuffers(rank)
@@ -115,11 +119,20 @@ class TrainerRank(Supervised):
         return self._learner is not None
 
     def place(self) -> tuple[str, MeetingPoint]:
-        """Return the id of this rank's node, and a free port there, at which the ranks can form a process group."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as free:
-            free.bind((address, 0))
-            return str(ray.get_runtime_context().get_node_id()), (address, int(free.getsockname()[1]))
+        """Return the id of this rank's node, and the meeting point of the ranks, which rank 0 holds open from now on;
+        the port of other ranks is 0."""
+        address, node = ray.util.get_node_ip_address(), str(ray.get_runtime_context().get_node_id())
+        if self._rank or not self._config.trainer.sharded:
+            return node, (address, 0)
+        self._store = self._store or self._joined((address, 0))
+        return node, (address, self._store.port)
+
+    def _joined(self, meeting_point: MeetingPoint) -> TCPStore:
+        """Join the ranks' meeting point; rank 0 opens it."""
+        # ranks import their packages and load their layers at different speeds
+        timeout = timedelta(seconds=self._config.trainer.start_deadline)
+        is_first = self._rank == 0
+        return TCPStore(*meeting_point, self._world_size, is_first, timeout=timeout, wait_for_workers=False)
 
     def load(
         self,
@@ -144,14 +157,13 @@ class TrainerRank(Supervised):
             raise UserError(f"trainer-{self._rank} has a GPU of node {node}, but PyTorch cannot use it: {why}")
         config = self._config if adapter else self._config.without_adapter
         if config.trainer.sharded:
-            address, port = meeting_point
             backend = process_group_backend(self._device, self._config.trainer.cpu_offload)
-            if "gloo" in backend and sum(node["Alive"] for node in ray.nodes()) > 1:
-                # gloo binds the address of the host's name: on many hosts 127.0.1.1, which no other host reaches
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(ray.util.get_node_ip_address()))
+            if sum(node["Alive"] for node in ray.nodes()) > 1:
+                choose_interface(ray.util.get_node_ip_address())
+            self._store = self._store or self._joined(meeting_point)
             dist.init_process_group(
                 backend,
-                init_method=f"tcp://{address}:{port}",
+                store=self._store,
                 rank=self._rank,
                 world_size=self._world_size,
                 # until the end of the trial, because ranks load and compile their layers at different speeds
@@ -193,10 +205,10 @@ class TrainerRank(Supervised):
         with self._busy("forward_backward"):
             return self._supervised.loss(rows) if lr is None else self._supervised.step(rows, lr)
 
-    def step(self, batch: bytes) -> StepReport:
+    def step(self, batch: NDArray[np.uint8]) -> StepReport:
         """Take one optimizer step on this rank's micro-batches."""
         with self._busy("forward_backward"), self._profile.step():
-            report = self.learner.step(decode_mini_batch(batch))
+            report = self.learner.step(decode_mini_batch(batch.data))
         self._steps += 1
         if self._profile.file is not None:
             self._write_profile(self._profile.file)
@@ -306,16 +318,11 @@ def process_group_backend(device: torch.device, cpu_offload: bool) -> str:
     return "cuda:nccl,cpu:gloo" if cpu_offload else "cuda:nccl"
 
 
-def interface_of(address: str) -> str:
-    """Return the network interface that has this address.
-
-    Raises:
-        UserError: no interface has this address.
-    """
+def choose_interface(address: str) -> None:
+    """Let gloo and NCCL use the network interface that has this address, unless the user has chosen one. gloo binds the
+    address of the host's name: on many hosts 127.0.1.1, which no other host reaches. NCCL takes the first interface,
+    which may lead to containers of this host only."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
-            return name
-    raise UserError(
-        f"no network interface of this host has the address {address} that Ray gives to its node; "
-        "start Ray with --node-ip-address, or set GLOO_SOCKET_IFNAME"
-    )
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")

@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import ray.exceptions
+from numpy.typing import NDArray
+from torch.distributed import DistError
 
 from actors.calls import RESTARTING, answer, call, in_a_line
 from actors.weights.nixl_reads import RemoteMemory
@@ -36,11 +39,11 @@ PROGRESS_SECONDS = 0.2
 class TrainerGroup:
     """All ranks of the trainer. A method that calls the ranks raises `TrainerLost` if a rank fails."""
 
-    def __init__(self, ranks: Sequence[Any], start_deadline: float, deadline: float, warm_start_steps: int = 0) -> None:
-        """Store the settings. `start_deadline`: seconds in which the ranks must start; `deadline`: seconds in which a
-        rank must answer a later call. The call for the warm start has `deadline` seconds for each of the
-        `warm_start_steps` steps."""
-        self._start_deadline, self._deadline, self._warm_start_steps = start_deadline, deadline, warm_start_steps
+    def __init__(self, config: Config, ranks: Sequence[Any]) -> None:
+        """Store the ranks, and the seconds in which they must start, and in which they must answer a later call."""
+        self._start_deadline, self._deadline = config.trainer.start_deadline, config.run.stall_deadline
+        # one call for all steps of the warm start, each of which may take as long as any other step
+        self._warm_start_deadline = self._deadline * (config.model.warm_start.steps if config.model.warm_start else 0)
         self._ranks = list(ranks)
         self.named = {f"trainer-{number}": rank for number, rank in enumerate(ranks)}
         self._processes: list[str] = []
@@ -49,12 +52,6 @@ class TrainerGroup:
         get the same, otherwise they would wait for each other."""
         self.nodes: list[str] = []
         """The id of each rank's node."""
-
-    @staticmethod
-    def of(config: Config, ranks: Sequence[Any]) -> TrainerGroup:
-        """Create the group with the deadlines of the run's configuration."""
-        steps = 0 if config.model.warm_start is None else config.model.warm_start.steps
-        return TrainerGroup(ranks, config.trainer.start_deadline, config.run.stall_deadline, steps)
 
     async def load(self, model_folder: Path, adapter: bool = True) -> None:
         """Form the process group and load the policy; `adapter`: whether to add the adapter of `model.lora`, if
@@ -69,7 +66,8 @@ class TrainerGroup:
             places = await self._start("place")
             self.nodes = [node for node, _ in places]
             await self._start("load", places[0][1], str(model_folder), self.nodes, adapter, self._checkpointing)
-        except ray.exceptions.RayActorError as error:
+        # a rank may notice sooner than Ray that another one has died
+        except (ray.exceptions.RayActorError, DistError) as error:
             raise TrainerLost(f"the trainer failed as it started ({in_a_line(error)})") from error
         except OutOfMemory as error:
             if error.lighter is None:
@@ -108,19 +106,19 @@ class TrainerGroup:
 
     async def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
         """Take supervised steps on every rank; returns the last loss."""
-        # one call for all steps, each of which may take as long as any other step
-        within = self._deadline * self._warm_start_steps
+        within = self._warm_start_deadline
         return float((await self._ask_all("warm_start", ray.put(list(demonstrations)), within=within))[0])
 
     async def supervised(self, rows: Sequence[SupervisedRow], lr: float | None) -> float:
         """Take a supervised step on every rank; returns the cross-entropy per token. If `lr` is None, only measure."""
         return float((await self._ask_all("supervised", ray.put(list(rows)), lr))[0])
 
-    async def step(self, batches: Sequence[bytes]) -> StepReport:
+    async def step(self, batches: Sequence[NDArray[np.uint8]]) -> StepReport:
         """Take one optimizer step; `batches` has the encoded part of the mini-batch for each rank, or for each group of
         ranks that share micro-batches."""
         ranks_of_part = len(self._ranks) // len(batches)
-        of_rank = [batch for batch in batches for _ in range(ranks_of_part)]
+        put = await asyncio.gather(*(asyncio.to_thread(ray.put, batch) for batch in batches))  # gigabytes take a second
+        of_rank = [batch for batch in put for _ in range(ranks_of_part)]
         reports = await asyncio.gather(*(self._ask(rank, "step", batch) for rank, batch in enumerate(of_rank)))
         report: StepReport = reports[0]
         if MEMORY not in report.metrics:

@@ -245,7 +245,7 @@ class PairWorld:
             for number in range(self._engines)
         ]
         handles = [add(actor, 1.0) for actor in (buffer, *ranks, *generators)]
-        trainer = TrainerGroup.of(self.config, handles[1 : 1 + RANKS])
+        trainer = TrainerGroup(self.config, handles[1 : 1 + RANKS])
         return Cluster(hub, handles[0], tuple(handles[1 + RANKS :]), trainer, self._no_room, {"scorer-judge-0": judge})
 
     def _new_buffer(self, tasks_file: str) -> BufferActor:
@@ -313,7 +313,7 @@ class PairWorld:
 
     def _witnessed(self, method: str, arguments: tuple[Any, ...], answer: Any) -> None:
         if method == "lease" and isinstance(answer, LeasedBatch):
-            batch = self._leased[answer.lease] = decode_mini_batch(answer.parts[0])
+            batch = self._leased[answer.lease] = decode_mini_batch(answer.parts[0].data)
             self.witness.scored(self.ray.actors["buffer"].body._buffer)
             self.witness.leased(batch, 0.0)
         elif method == "commit" and answer is None:

@@ -8,7 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import ray
 from ray.core.generated.common_pb2 import WorkerExitType
 from ray.core.generated.gcs_pb2 import WorkerTableData
 from ray.exceptions import RayActorError, RayTaskError
@@ -312,11 +314,12 @@ def test_a_kill_by_the_kernel_is_likely_only_if_it_has_just_killed_something(tmp
     assert kernel.clause("buffer") == ""
 
 
-async def test_a_rank_without_gpu_memory_says_what_to_change() -> None:
+async def test_a_rank_without_gpu_memory_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "put", lambda value: value)
     error = OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79 GiB")
     rank: Any = type("Rank", (), {"step": answering(RayTaskError("step", "a traceback", error))})()
     with pytest.raises(TrainerLost) as lost:
-        await TrainerGroup.of(Config(), [rank]).step([b""])
+        await TrainerGroup(Config(), [rank]).step([np.zeros(0, np.uint8)])
     assert "CUDA out of memory" in str(lost.value) and REMEDIES["trainer"] in str(lost.value)
     assert in_a_line(ProcessLost("a " * 200)) == "a " * 200, "what to change is not cut off"
 

@@ -4,6 +4,7 @@ import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,26 @@ def test_a_ray_that_starts_at_the_second_try_is_used_and_a_bug_in_its_start_stay
     with pytest.raises(TypeError, match="a bug"), ray_session.ray_session(Config(), "another mark", tmp_path):
         raise AssertionError("there is no Ray")
     assert done.count("start") == 3
+
+
+def test_what_the_user_set_for_the_network_and_vllm_reaches_every_process_and_is_named(
+    starts: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = {"NCCL_DEBUG": "INFO", "TORCH_NCCL_BLOCKING_WAIT": "1", "UCX_TLS": "rc", "FI_PROVIDER": "efa"}
+    given |= {"GLOO_SOCKET_IFNAME": "bond0", "VLLM_API_KEY": "hush"}
+    for name, value in {**given, "MY_NCCL_DEBUG": "no"}.items():
+        monkeypatch.setenv(name, value)
+    settings: dict[str, Any] = {}
+    starts(0, Exception())
+    monkeypatch.setattr(ray_session.ray, "init", lambda **told: settings.update(told))
+    with ray_session.ray_session(Config(), "mark", tmp_path):
+        passed = settings["runtime_env"]["env_vars"]
+    assert {name: passed.get(name) for name in given} == given and "MY_NCCL_DEBUG" not in passed
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "NCCL_DEBUG=INFO" in line and "VLLM_API_KEY" in line and "hush" not in line and "NO_USAGE" not in line
 
 
 def test_a_stop_signal_before_the_watchdog_is_up_leaves_no_folder(

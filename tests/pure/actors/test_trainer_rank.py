@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import gzip
+import os
+import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import psutil
 import pytest
 import ray
 import torch
+from torch.distributed import DistNetworkError
 
 from actors.driver.placement import rank_options
 from actors.observe.actor_logs import log_env
 from actors.trainer import actor
-from actors.trainer.actor import TrainerRank, interface_of, process_group_backend
+from actors.trainer.actor import TrainerRank, choose_interface, process_group_backend
 from actors.trainer.group import TrainerGroup
 from actors.weights.weight_source import TrainerLost
-from service.config import Config, TrainerConfig, WeightsConfig
-from service.errors import ProcessLost, UserError
+from service.config import Config, RunConfig, TrainerConfig, WeightsConfig
+from service.errors import ProcessLost
 from service.learn.learner import StepReport
 from service.learn.model.policy import OutOfMemory
 from service.learn.model.policy_model import Checkpointing
@@ -31,6 +35,12 @@ from service.run.liveness.supervisor import Life
 from tests.pure.actors.fakes import Method, answering
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+NOTHING = np.zeros(0, np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def without_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "put", lambda value: value)
 
 
 def options(transport: Literal["memory", "ipc"], gpus: int) -> dict[str, Any]:
@@ -59,20 +69,42 @@ def test_a_restarted_rank_is_told_from_the_old_one_also_where_its_process_has_th
     assert old.life() == old.life() == Life(old.life().process, is_set_up=False) != new.life()
 
 
-@pytest.mark.parametrize("ask", [lambda r: r.bucket(1, 0, 8), lambda r: r.ipc_handles(1), lambda r: r.step(b"")])
+@pytest.mark.parametrize("ask", [lambda r: r.bucket(1, 0, 8), lambda r: r.ipc_handles(1), lambda r: r.step(NOTHING)])
 def test_a_restarted_rank_does_not_answer_as_one_that_has_newer_weights(ask: Callable[[TrainerRank], Any]) -> None:
     with pytest.raises(ProcessLost, match="trainer-0 was restarted and is not set up"):
         ask(TrainerRank(Config().model_dump_json(), 0, None, False))
 
 
-def test_gloo_binds_the_interface_of_the_address_that_ray_uses() -> None:
-    for name, addresses in psutil.net_if_addrs().items():
-        for address in addresses:
-            if address.family.name == "AF_INET":
-                found = {each.address for each in psutil.net_if_addrs()[interface_of(address.address)]}
-                assert address.address in found, name
-    with pytest.raises(UserError, match=r"no network interface of this host has the address 203\.0\.113\.9 "):
-        interface_of("203.0.113.9")
+def test_gloo_and_nccl_use_the_interface_of_the_nodes_address_unless_the_user_chose_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = {"virbr0": "192.168.122.1", "bond0": "10.0.0.7"}
+    addresses = {name: [SimpleNamespace(address=address)] for name, address in there.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    for chosen, found in (({}, "=bond0"), ({"NCCL_SOCKET_IFNAME": "ib0"}, "ib0")):
+        monkeypatch.setattr(os, "environ", dict(chosen))
+        choose_interface("10.0.0.7")
+        assert os.environ == {"GLOO_SOCKET_IFNAME": "bond0", "NCCL_SOCKET_IFNAME": found}
+
+
+def test_the_meeting_point_is_held_from_the_moment_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a node"))
+    config = Config(trainer=TrainerConfig(ranks=2)).model_dump_json()
+    first, second = (TrainerRank(config, rank) for rank in range(2))
+    node, point = first.place()
+    assert node == "a node" and first.place()[1] == point and second.place() == ("a node", ("127.0.0.1", 0))
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(point)
+    second._joined(point).set("joined", "1")
+    assert first._store is not None and first._store.get("joined") == b"1"
+
+
+async def test_a_rank_that_cannot_meet_the_others_is_a_lost_trainer() -> None:
+    rank = rank_whose_step_fails(0, [], ValueError())
+    rank.load = answering(ray.exceptions.RayTaskError("load", "", DistNetworkError("closed")).as_instanceof_cause())
+    with pytest.raises(TrainerLost, match=r"the trainer failed as it started .*closed"):
+        await TrainerGroup(Config(), [rank]).load(Path())
 
 
 def rank_whose_step_fails(number: int, loaded: list[Any], error: Exception, lacks: list[Any] | None = None) -> Any:
@@ -91,12 +123,12 @@ async def test_after_a_lack_of_memory_all_ranks_load_with_less_and_it_is_said_wh
     loaded: list[Any] = []
     says = "rank 1 was out of memory"
     errors = [OutOfMemory(says, Checkpointing(2)), OutOfMemory(says, None), OutOfMemory(says, Checkpointing(4))]
-    group = TrainerGroup.of(Config(), [rank_whose_step_fails(0, loaded, errors[0]) for _ in range(2)])
+    group = TrainerGroup(Config(), [rank_whose_step_fails(0, loaded, errors[0]) for _ in range(2)])
     for error in errors:
         group._ranks = [rank_whose_step_fails(number, loaded, error) for number in range(2)]
         await group.load(Path())
         with pytest.raises(TrainerLost) as lost:
-            await group.step([b""])
+            await group.step([NOTHING])
         told = f"{says}; {REMEDIES['trainer']}, or use a host with more memory"  # also where the run then ends
         assert str(lost.value) == f"the trainer failed ({told})"
         assert lost.value.is_remedied is (error.lighter is not None)
@@ -113,7 +145,7 @@ async def test_ranks_whose_trial_lacks_memory_start_again_with_the_next_level_al
     made = (
         rank_whose_step_fails(number, loaded, OutOfMemory("", None), lacks if number else None) for number in (0, 1)
     )
-    group = TrainerGroup.of(Config(), [*made])
+    group = TrainerGroup(Config(), [*made])
 
     def kill(of: Any, no_restart: bool) -> None:
         group._processes = []  # the processes that come back are others
@@ -155,29 +187,31 @@ def test_compiled_layers_are_tried_as_they_load_before_the_deadline_of_a_step_co
         assert done == expected[: 1 if fails and is_compiled else None]
 
 
-def rank_that_keeps(given: list[bytes]) -> Any:
-    async def step(batch: bytes) -> StepReport:
+def rank_that_keeps(given: list[Any]) -> Any:
+    async def step(batch: Any) -> StepReport:
         given.append(batch)
         return StepReport(True, None, {"trainer/gpu_reserved_bytes": float(batch[0]), "policy/grad_norm": 2.0})
 
     return SimpleNamespace(step=SimpleNamespace(remote=step))
 
 
-@pytest.mark.parametrize("parts", [[b"a", b"b", b"c", b"d"], [b"a", b"b"], [b"a"]])
-async def test_ranks_that_share_micro_batches_get_the_same_part(parts: list[bytes]) -> None:
-    given: list[list[bytes]] = [[] for _ in range(4)]
-    report = await TrainerGroup.of(Config(), [rank_that_keeps(each) for each in given]).step(parts)
-    assert report.metrics == {"trainer/gpu_reserved_bytes": max(parts)[0], "policy/grad_norm": 2.0}
-    assert given == [[part] for part in parts for _ in range(4 // len(parts))]
+@pytest.mark.parametrize("n_parts", [4, 2, 1])
+async def test_ranks_that_share_micro_batches_get_the_same_part(n_parts: int) -> None:
+    parts = [np.full(3, number, np.uint8) for number in range(n_parts)]
+    given: list[list[Any]] = [[] for _ in range(4)]
+    report = await TrainerGroup(Config(), [rank_that_keeps(each) for each in given]).step(parts)
+    assert report.metrics == {"trainer/gpu_reserved_bytes": n_parts - 1, "policy/grad_norm": 2.0}
+    assert [each[0] is parts[rank * n_parts // 4] for rank, each in enumerate(given)] == [True] * 4
 
 
 async def test_a_checkpoint_may_take_any_time_as_long_as_bytes_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.trainer.group.PROGRESS_SECONDS", 0.05)
     progress: list[Any] = [*range(20), None]
     rank = SimpleNamespace(save_progress=answering(progress))
-    await TrainerGroup([rank], 1.0, deadline=0.5).finish_save()
+    config = Config(run=RunConfig(stall_deadline=0.5))
+    await TrainerGroup(config, [rank]).finish_save()
     assert progress == []
-    stuck = TrainerGroup([rank, SimpleNamespace(save_progress=answering(7))], 1.0, deadline=0.5)
+    stuck = TrainerGroup(config, [rank, SimpleNamespace(save_progress=answering(7))])
     progress.extend([None] * 20)
     with pytest.raises(TrainerLost, match="no byte of its checkpoint for 0 s"):
         await stuck.finish_save()
@@ -195,7 +229,7 @@ def test_a_rank_writes_a_profile_of_the_steps_that_the_settings_name(
     for rank in ranks:
         rank._learner = SimpleNamespace(step=lambda batch: torch.ones(3).cumsum(0))  # type: ignore[assignment]
         for _ in range(6):
-            rank.step(b"")
+            rank.step(NOTHING)
     (file,) = (tmp_path / PROFILES).iterdir()
     assert file.name == "steps-4-to-5-trainer-0.json.gz"
     assert gzip.decompress(file.read_bytes()).count(b'"aten::cumsum"') == 2
