@@ -27,13 +27,6 @@ SETTINGS = [
 ]
 
 
-def holder(said: Sequence[str], part: str, bed: Bed) -> str:
-    """The host that holds a part, by the lines of a run."""
-    lines = [line.split() for line in said if line.startswith("host ") and " is gone" not in line]
-    address = next(words[1].rstrip(":") for words in reversed(lines) if part in [word.rstrip(",") for word in words])
-    return next(name for name, own in bed.addresses.items() if own == address)
-
-
 @dataclass(kw_only=True)
 class Run(Driver):
     """A run on a bed."""
@@ -42,7 +35,11 @@ class Run(Driver):
 
     def holder(self, part: str) -> str:
         """The host that holds a part, as the run said last."""
-        return holder(self.said, part, self.bed)
+        lines = [line.split() for line in self.said if line.startswith("host ") and " is gone" not in line]
+        address = next(
+            words[1].rstrip(":") for words in reversed(lines) if part in [word.rstrip(",") for word in words]
+        )
+        return next(name for name, own in self.bed.addresses.items() if own == address)
 
     def goes_on_after(self, what: str, disturb: Callable[[], object], within: float) -> None:
         """It takes more further steps than lie between two checkpoints; says when its longest pause was over.

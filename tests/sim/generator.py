@@ -3,6 +3,9 @@ silent, fail or lose responses."""
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import numpy as np
 import xxhash
 
@@ -23,7 +26,7 @@ from service.types import (
     TrajectoryId,
 )
 from tests.sim.host import Client, Host
-from tests.sim.loop import Activity, Resume, Waiting
+from tests.sim.loop import Resume
 from tests.sim.scenario import Scenario
 
 TOKEN_IDS = 1 << 16
@@ -71,44 +74,44 @@ class Generator(Client):
         self._leaves = True
         self.run(self._leave(), self.die)
 
-    def _leave(self) -> Activity:
+    async def _leave(self) -> None:
         incarnation = self._incarnation
         if self._unsent:
-            yield self.all_of([self._send()])
-        yield self.ask(lambda buffer: buffer.leave(self.name, incarnation, "leaves"))
+            await self._send()
+        await self.ask(lambda buffer: buffer.leave(self.name, incarnation, "leaves"))
 
-    def _join(self) -> Activity:
-        self._incarnation = yield self.ask(lambda buffer: buffer.join("generator", self.name))
+    async def _join(self) -> None:
+        self._incarnation = await self.ask(lambda buffer: buffer.join("generator", self.name))
         self._sequence = 0
         self._outbox, self._unsent = StepColumns(), []
         for _ in range(self.slots):
             self.run(self._slot())
 
-    def _slot(self) -> Activity:
+    async def _slot(self) -> None:
         """Claim and play one group after the other."""
         while True:
             self._request_id += 1
-            answer = yield self._claim(self._request_id)
+            answer = await self._claim(self._request_id)
             if isinstance(answer, Assignment):
                 lengths = self._lengths(len(answer.samples)).tolist()
                 played = zip(answer.trajectories(), lengths, strict=True)
-                yield self.all_of([self._trajectory(of, answer.prompt_uid, length) for (of, _), length in played])
+                await asyncio.gather(*(self._trajectory(of, answer.prompt_uid, length) for (of, _), length in played))
             elif isinstance(answer, Refusal):
                 self._refused(answer)
                 return
             elif answer.reason is WaitReason.DRAINED:
                 return
 
-    def _claim(self, request_id: int) -> Waiting:
+    async def _claim(self, request_id: int) -> Any:
         def deliver(reply: Resume) -> None:
             self._host.claim(Claim(self.name, self._incarnation, self.serving, request_id), reply)
 
-        return self.call(deliver)
+        return await self.call(deliver)
 
     def _lengths(self, count: int) -> Int64s:
         return np.minimum(self._scenario.lengths(self._rng, count), self._max_tokens)
 
-    def _trajectory(self, of: TrajectoryId, uid: str, left: int) -> Activity:
+    async def _trajectory(self, of: TrajectoryId, uid: str, left: int) -> None:
         """Play a trajectory of `left` tokens, spread evenly over its turns. Each step extends the whole step before it
         by one observation token."""
         scenario, faults = self._scenario, self._host.faults
@@ -118,9 +121,9 @@ class Generator(Client):
             left -= count
             began = self.loop.now
             if self.loop.now < faults.until and self._happens(faults.silent):
-                yield self.wait(faults.until)
+                await asyncio.sleep(faults.until)
                 return
-            yield self.wait(count * scenario.token_seconds)
+            await asyncio.sleep(count * scenario.token_seconds)
             reward = float(self._rng.random() < scenario.success)
             roles[turn] = Role.UNDELIVERED if self._happens(faults.undelivered) else Role.MAIN
             ids = (np.arange(count + 1, dtype=np.int32) + 31 * of.group_id + 7 * of.sample) % TOKEN_IDS
@@ -155,14 +158,14 @@ class Generator(Client):
         place_T = np.searchsorted(self._served_from, at_T, side="right") - 1
         return np.array([version.pack() for version in self._served])[place_T]
 
-    def _send(self) -> Activity:
+    async def _send(self) -> None:
         """Send all steps that finish within the linger time in one message."""
-        yield self.wait(self._scenario.linger_seconds)
+        await asyncio.sleep(self._scenario.linger_seconds)
         steps, self._unsent = self._unsent, []
         outbox, self._outbox = self._outbox, StepColumns()
         data = encode(outbox.step_group(Sender(self.name, self._incarnation, self._sequence)))
         self._sequence += 1
-        answer = yield self.ask(lambda buffer: buffer.submit(data))
+        answer = await self.ask(lambda buffer: buffer.submit(data))
         if isinstance(answer, Refusal):
             self._refused(answer)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from service.handoff.verbs import Claim, ClaimAnswer, Wait
 from service.types import PolicyVersion
 from tests.sim.disk import MemoryDisk
 from tests.sim.faults import Faults, Network
-from tests.sim.loop import Activity, Process, Resume, VirtualClock, Waiting
+from tests.sim.loop import Process, Resume, VirtualClock
 from tests.sim.scenario import Scenario, SimulationSettings
 from tests.sim.scorers import Scorers
 from tests.sim.witness import Witness
@@ -156,9 +157,9 @@ class Host(Process):
             self._sync_is_due = True
             self.run(self._sync(seconds))
 
-    def _sync(self, seconds: float) -> Activity:
+    async def _sync(self, seconds: float) -> None:
         """Group commit: sync, send the answers that the sync covers, then check the waiting requests again."""
-        yield self.wait(seconds)
+        await asyncio.sleep(seconds)
         self._sync_is_due = False
         synced = self.journal.sync()
         if not self.passes("after_sync"):
@@ -198,11 +199,11 @@ class Host(Process):
         self.claims.look()
         self.claims.expire(self.loop.now)
 
-    def _tick(self) -> Activity:
+    async def _tick(self) -> None:
         while True:
             self.buffer.tick()
             self._look_again()
-            yield self.wait(TICK_SECONDS)
+            await asyncio.sleep(TICK_SECONDS)
 
 
 class Client(Process):
@@ -212,33 +213,20 @@ class Client(Process):
         super().__init__(host.loop)
         self._host, self._scenario, self._rng = host, scenario, rng
 
-    def ask(self, request: Callable[[Buffer], Any], patience: float = 0.0) -> Waiting:
-        """Send a request to the buffer: after `answer = yield self.ask(...)` the activity has the answer. `patience`:
-        as in `Host.ask`."""
-        return self.call(lambda reply: self._host.ask(request, reply, patience))
+    async def ask(self, request: Callable[[Buffer], Any], patience: float = 0.0) -> Any:
+        """Send a request to the buffer; returns the answer. `patience`: as in `Host.ask`."""
+        return await self.call(lambda reply: self._host.ask(request, reply, patience))
 
-    def call(self, request: Callable[[Resume], None]) -> Waiting:
-        """Call `request`, which gets a function that takes the host's answer: after `answer = yield self.call(...)` the
-        activity has the answer. The request is sent again and again until its answer comes.
+    async def call(self, request: Callable[[Resume], None]) -> Any:
+        """Call `request`, which gets a function that takes the host's answer, again and again until its answer comes;
+        returns the answer."""
+        answered, network = self.loop.create_future(), self._host.network
 
-        An answer to a client that died meanwhile is ignored: its activity is never resumed.
-        """
-        life, answered, network = self.life, False, self._host.network
+        def receive(answer: Any) -> None:
+            if not answered.done():
+                answered.set_result(answer)
 
-        def begin(resume: Resume) -> None:
-            def receive(answer: Any) -> None:
-                nonlocal answered
-                if not answered:
-                    answered = True
-                    resume(answer)
-
-            def send() -> None:
-                if answered or self.life != life:
-                    return
-                network.send(lambda: request(lambda answer: network.send(lambda: receive(answer))))
-                if network.delay:
-                    self.loop.after(RETRY_SECONDS, send)
-
-            send()
-
-        return begin
+        while not answered.done():
+            network.send(lambda: request(lambda answer: network.send(lambda: receive(answer))))
+            await asyncio.wait([answered], timeout=RETRY_SECONDS if network.delay else None)
+        return answered.result()

@@ -17,7 +17,6 @@ import torch
 
 from actors.engine.engine_load import EngineTimes
 from actors.engine.vllm_engine import WeightUpdate
-from actors.generator.actor import Generator
 from actors.trainer.actor import MeetingPoint, TrainerRank
 from actors.weights.image import ImageHolder
 from actors.weights.part import Source
@@ -284,10 +283,6 @@ class SimPlayer:
 def reward(of: TrajectoryId) -> float:
     """Different within a group."""
     return float((of.group_id + of.sample) % 2)
-
-
-class SimGenerator(Generator):
-    """The production generator; `start` needs no Ray."""
 
 
 class Living:

@@ -38,6 +38,7 @@ from actors.buffer.actor import BufferActor, LeasedBatch
 from actors.driver.cluster import Cluster
 from actors.driver.coordinator import Coordinator
 from actors.driver.host_watch import ClusterHost, HostWatch
+from actors.generator.actor import Generator
 from actors.scorers.workers import asking
 from actors.trainer.group import TrainerGroup
 from service.config import Config, load_config
@@ -63,7 +64,6 @@ from tests.sim.made_parts import (
     Collective,
     Judge,
     SimEngine,
-    SimGenerator,
     SimHub,
     SimPlayer,
     SimRank,
@@ -237,8 +237,8 @@ class PairWorld:
             MadeActor(
                 self.ray,
                 f"generator-{number}",
-                SimGenerator,
-                partial(SimGenerator, f"generator-{number}", self._json, *files, "buffer", "metrics-hub"),
+                Generator,
+                partial(Generator, f"generator-{number}", self._json, *files, "buffer", "metrics-hub"),
                 3.0,
                 died=free_images,
             )

@@ -38,14 +38,9 @@ class Scorers:
         self._asking.look()
 
     def end(self) -> None:
-        """Ask no more; `ended` when nothing of it is left."""
+        """Ask no more."""
         if self._asks is not None:
             self._asks.cancel()
-
-    @property
-    def ended(self) -> bool:
-        """Whether all coroutines have ended."""
-        return self._asks is None or self._asks.done()
 
     async def _settled(self) -> None:
         done = self._host.loop.create_future()

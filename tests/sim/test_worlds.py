@@ -123,6 +123,6 @@ def takes_a_scorers_newest_answer(patch: Patch) -> None:
 )
 def test_the_worlds_catch_a_buffer_that(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
     sabotage(monkeypatch)
-    with pytest.raises((Broken, JournalError, RunFailed, KeyError, ValueError, ExceptionGroup)):
+    with pytest.raises((Broken, JournalError, RunFailed, KeyError, ValueError, RecursionError, ExceptionGroup)):
         for seed in range(120):
             fault_world(seed).run()

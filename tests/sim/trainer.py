@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import abc
+import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,6 @@ from service.handoff.verbs import Wait, WaitReason
 from service.types import MiniBatch, PolicyVersion, Refusal
 from tests.sim.generator import Generator
 from tests.sim.host import POLL_SECONDS, Client, Host
-from tests.sim.loop import Activity, Waiting
 from tests.sim.scenario import Scenario
 
 
@@ -48,23 +46,23 @@ class Trainer(Client):
         self._checkpoint = self.version.step
         self.run(self._report_checkpoint())
 
-    def _report_checkpoint(self) -> Activity:
-        yield self.ask(lambda buffer: buffer.covered(self._checkpoint))
+    async def _report_checkpoint(self) -> None:
+        await self.ask(lambda buffer: buffer.covered(self._checkpoint))
 
-    def _train(self) -> Activity:
+    async def _train(self) -> None:
         """Join; then lease, train and commit one mini-batch after the other until the buffer is drained."""
         step = self._checkpoint
-        incarnation: int = yield self.ask(lambda buffer: buffer.join("trainer", "trainer", step))
+        incarnation: int = await self.ask(lambda buffer: buffer.join("trainer", "trainer", step))
         self.version = PolicyVersion(incarnation, step)
         self._host.witness.went_back(step)
         self._publish()
         since = self.loop.now
         while not self.drained:
-            answer = yield self.ask(lambda buffer: buffer.lease(incarnation), POLL_SECONDS)
+            answer = await self.ask(lambda buffer: buffer.lease(incarnation), POLL_SECONDS)
             if isinstance(answer, MiniBatch):
                 self._host.witness.leased(answer, self.loop.now - since)
-                yield self.wait(self.step_seconds)
-                answer = yield from self._step(answer)
+                await asyncio.sleep(self.step_seconds)
+                answer = await self._step(answer)
                 since = self.loop.now
             elif isinstance(answer, Wait):
                 self.drained = answer.reason is WaitReason.DRAINED
@@ -74,16 +72,16 @@ class Trainer(Client):
                 self.start()
                 return
 
-    def _step(self, batch: MiniBatch) -> abc.Generator[Waiting, Any, Refusal | None]:
+    async def _step(self, batch: MiniBatch) -> Refusal | None:
         """Commit a trained mini-batch, or release it if its optimizer step was not applied; returns the refusal of the
         commit, or None."""
         incarnation, step = self.version
         faults = self._host.faults
         if self.loop.now < faults.until and self._rng.random() < faults.bad_steps:
-            yield self.ask(lambda buffer: buffer.release(incarnation, batch.lease, "not finite"))
+            await self.ask(lambda buffer: buffer.release(incarnation, batch.lease, "not finite"))
             return None
         version = PolicyVersion(incarnation, step + 1)
-        refusal: Refusal | None = yield self.ask(lambda buffer: buffer.commit(incarnation, batch.lease, version))
+        refusal: Refusal | None = await self.ask(lambda buffer: buffer.commit(incarnation, batch.lease, version))
         if refusal is not None:
             return refusal
         self.version = version
@@ -100,9 +98,9 @@ class Trainer(Client):
         for generator in self._generators:
             self.run(self._send_weights(generator, self.version))
 
-    def _send_weights(self, generator: Generator, version: PolicyVersion) -> Activity:
+    async def _send_weights(self, generator: Generator, version: PolicyVersion) -> None:
         if self._scenario.sync_seconds:
-            yield self.wait(self._scenario.sync_seconds)
+            await asyncio.sleep(self._scenario.sync_seconds)
             generator.update(version)
         else:
-            yield self.call(lambda reply: reply(generator.update(version)))
+            await self.call(lambda reply: reply(generator.update(version)))

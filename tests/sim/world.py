@@ -94,9 +94,7 @@ class World:
             error.add_note(f"seed {self.seed}")
             raise
         finally:
-            self.host.scorers.end()
-            self.loop.run(lambda: self.host.scorers.ended)
-            self.loop.close()
+            self.loop.end()
 
     def _until(self, done: Callable[[], bool]) -> None:
         """Advance time until `done()` is true; raises RunFailed if the simulated run hangs."""
