@@ -119,7 +119,8 @@ def reward_metrics(trained: GroupStats, filtered: GroupStats | None = None) -> d
         return {}
     return {
         "reward/avg_raw_reward": every.return_sum / every.trajectories,
-        f"reward/avg_pass_at_{round(trained.trajectories / trained.groups)}": every.passed / every.groups,
+        # Rounded up, because some trajectories may be lost: the name must not change between steps.
+        f"reward/avg_pass_at_{-(-trained.trajectories // trained.groups)}": every.passed / every.groups,
         "reward/groups_without_variance": every.flat / every.groups,
         "reward/groups_all_zero": every.zeros / every.groups,
         "reward/groups_all_one": every.ones / every.groups,

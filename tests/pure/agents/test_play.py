@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ import aiohttp
 import numpy as np
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
@@ -116,6 +116,15 @@ class Does:
                     said: Any = dict(task.prompt[0])
                     await client.chat.completions.create(model="policy", messages=[said])
                 raise RuntimeError("broken agent")
+            case "swallows a refusal" | "asks again after a refusal":
+                async with AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
+                    said = {"model": "policy", "messages": [dict(task.prompt[0])]}
+                    await client.chat.completions.create(**said)
+                    with suppress(BadRequestError):
+                        await client.chat.completions.create(**said, logit_bias={"5": 1})
+                    if self.what.startswith("asks"):
+                        await client.chat.completions.create(**said)
+                session.finish(0.5)
             case "says its key":
                 KEYS.append(session.key)
                 session.finish(1.0, transcript=f"called with {session.key}, twice")
@@ -376,6 +385,19 @@ async def test_a_failure_that_has_a_reward_is_trained_and_any_other_starts_again
     async with aclosing(Playing(model, again)) as playing:
         _, ended = await playing.one(tasks[0], TrajectoryId(0, 0))
         assert (ended.stop_reason, ended.reward) == end and bool(playing.player.failures) == (end[0] != "stop")
+
+
+@pytest.mark.parametrize("what", ["swallows a refusal", "asks again after a refusal"])
+async def test_an_agent_that_takes_a_refusal_for_an_answer_is_not_trained(
+    model: Path, tasks: list[Task], what: str
+) -> None:
+    async with aclosing(Playing(model, settings(DOES, what=what))) as agents:
+        _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
+    if what.startswith("asks"):
+        assert (end.stop_reason, end.reward) == ("stop", 0.5)
+    else:
+        assert (end.stop_reason, end.reward) == ("environment_error", 0.0)
+        assert "newest request was refused: 400 logit_bias" in agents.player.failures["environment_error"]
 
 
 async def test_a_command_that_fails_says_why_with_the_end_of_its_output(model: Path, tasks: list[Task]) -> None:

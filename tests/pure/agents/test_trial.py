@@ -49,6 +49,8 @@ async def test_an_agent_is_tried_with_a_script_(tmp_path: Path) -> None:
                 asked += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": key}]
                 async with http.post(url + CHAT, json={"messages": asked, "tools": [TOOL], "stream": True}) as answer:
                     assert "it is 17" in await answer.text()
+                async with http.post(url + CHAT, json={"messages": asked, "logit_bias": {"5": 1}}) as answer:
+                    assert answer.status == 400
                 finish = url.replace("/s/", "/rl/sessions/") + "/finish"
                 async with http.post(finish, json={"reward": 1.0}) as answer:
                     assert answer.status == 200
@@ -67,6 +69,7 @@ async def test_an_agent_is_tried_with_a_script_(tmp_path: Path) -> None:
     sampled = [int(n) for n in re.findall(r"-> (\d+) sampled", at_the_end)]
     assert f"{sampled[0] + sampled[2]} of {sum(sampled)} sampled tokens would be trained" in at_the_end
     assert "fields that do not reach the policy: top_k" in shown
+    assert "refused 1 times: 400 logit_bias" in at_the_end
 
 
 def test_a_trial_without_a_policy_or_a_folder_of_one_is_refused_in_one_line_before_vllm_is_loaded(

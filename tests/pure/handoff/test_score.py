@@ -10,7 +10,7 @@ import pytest
 from service.config import Config
 from service.config.core_settings import batch_settings, filter_settings
 from service.errors import ConfigError, UserError
-from service.handoff.batches.batch_metrics import group_stats
+from service.handoff.batches.batch_metrics import group_stats, reward_metrics
 from service.handoff.batches.credit import turn_advantages
 from service.handoff.batches.estimators import ESTIMATORS, NoAdvantage, advantages, estimator
 from service.types import Float64s, Int64s
@@ -119,3 +119,9 @@ def test_an_advantage_that_float32_cannot_hold_is_not_finite() -> None:
         assert raised.value.trajectories == [1]
     finally:
         del ESTIMATORS["huge"]
+
+
+def test_the_name_of_pass_at_k_is_the_same_if_trajectories_are_lost() -> None:
+    group_G = np.repeat(np.arange(4), 8)
+    for n_lost in range(4):
+        assert "reward/avg_pass_at_8" in reward_metrics(group_stats(np.ones(32 - n_lost), group_G[: 32 - n_lost]))
