@@ -200,13 +200,12 @@ class Chat:
     @cached_property
     def tool_form(self) -> ToolForm:
         """How the template shows a tool's answer: the first form in which a probe conversation has the answer."""
+        shown = []
         for form in FORMS:
-            try:
-                if ANSWER["content"] in self._probe(form):
-                    return form
-            except MessagesRefused:
-                continue
-        return ToolForm("user")
+            with suppress(MessagesRefused):
+                shown += [form] * (ANSWER["content"] in self._probe(form))
+        needs_call = all(form.place == "called" for form in shown)
+        return shown[0]._replace(needs_call=needs_call) if shown else ToolForm("user")
 
     def _probe(self, form: ToolForm) -> str:
         """The part of a conversation that has to show the tool's answer."""

@@ -28,6 +28,8 @@ class ToolForm(NamedTuple):
     place: Literal["called", "alone", "user"]
     short_ids: bool = False
     """Whether ids have nine characters (Mistral)."""
+    needs_call: bool = False
+    """Whether an answer without a call before it is a message of the user, because the template does not show it."""
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in this form."""
@@ -40,9 +42,10 @@ class ToolForm(NamedTuple):
                 one = {**NO_CALL, **one}
                 if self.short_ids:
                     one["tool_call_id"] = _short(one["tool_call_id"])
-                if self.place == "user":
+                if self.place == "user" or (self.needs_call and not any("tool_calls" in of for of in fitted)):
                     one = {"role": "user", "content": one["content"]}
-            if self.place == "user" and fitted and one["role"] == fitted[-1]["role"] == "user":  # roles may alternate
+            is_changed = one["role"] != message["role"] or self.place == "user"
+            if is_changed and fitted and one["role"] == fitted[-1]["role"] == "user":  # roles may alternate
                 one["content"] = f"{fitted.pop()['content']}\n{one['content']}"
             fitted.append(one)
         return fitted

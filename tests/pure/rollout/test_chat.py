@@ -262,6 +262,8 @@ async def test_a_tools_answer_is_in_the_next_prompt_whatever_the_template_needs(
     engine = ScriptedEngine(chat, lambda words: "4")
     await play(chat, engine, ScriptedEnvironment([say, say._replace(done=True)]), max_input_length=900)
     prompts.append(chat.text(np.array(engine.prompts[1], np.int32), True))
+    bare = [*ASK, Message(role="assistant", content="4"), Message(role="tool", content="SEVENTEEN")]
+    prompts.append(chat.text(chat.prompt(bare), True))
     for prompt in prompts:
         assert "SEVENTEEN" in prompt and prompt.count("<|im_end|><|im_end|>") == 0
 
