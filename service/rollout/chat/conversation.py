@@ -52,11 +52,11 @@ def without_loss(response: Response) -> Response:
     return response._replace(loss_mask=np.zeros_like(response.loss_mask), versions=none)
 
 
-def with_end(generation: Generation, chat: Chat) -> Response:
+def with_end(generation: Generation, chat: Chat, last: bool = False) -> Response:
     """The response with an end token appended, unless the policy sampled an end token or the next message's first token
-    is the end; a response has at least one token."""
+    is the end; a response has at least one token. `last`: whether no message follows."""
     response = as_sampled(generation)
-    if generation.sampled_end or (chat.closing_id is None and len(generation.token_ids)):
+    if generation.sampled_end or (chat.closing_id is None and not last and len(generation.token_ids)):
         return response
     return Response(
         np.append(response.token_ids, np.int32(chat.end_id)),
@@ -127,6 +127,6 @@ class Conversation:
         continues after all other responses.
         """
         continues = self._mode == "inline" and not last and len(generation.token_ids)  # a step has at least one token
-        response = as_sampled(generation) if continues else with_end(generation, self._chat)
+        response = as_sampled(generation) if continues else with_end(generation, self._chat, last)
         self.last_response = text, response.token_ids
         return response

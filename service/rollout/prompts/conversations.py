@@ -115,8 +115,10 @@ def _rows(chat: Chat, mode: Mode, turns: Sequence[tuple[list[Message], str]]) ->
             ids, mask = [], []
         added = prompt_ids[len(ids) :] if prompt.whole else prompt_ids
         response_ids = conversation.close(text, generation_of(text, chat), last=number == len(turns)).token_ids.tolist()
+        # Where the first token of the next message ends a turn, that token is learned.
+        is_end = bool(ids) and chat.closing_id is None and mode != "inline"
         ids += [*added, *response_ids]
-        mask += [False] * len(added) + [True] * len(response_ids)
+        mask += [is_end and not index for index in range(len(added))] + [True] * len(response_ids)
     yield _row(ids, mask)
 
 

@@ -26,6 +26,7 @@ from service.rollout.chat.chat import BREAK, Chat, MessagesRefused, load_chat
 from service.rollout.chat.conversation import with_end
 from service.rollout.chat.tokenizer import END, load_tokenizer, make_tokenizer
 from service.rollout.environment import Message, StepResult
+from service.rollout.prompts.conversations import rows_with_loss_mask
 from service.types import Int32s
 from tests.pure.rollout.conftest import ScriptedEngine, ScriptedEnvironment, generated, play, templated
 from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON, tokenizer_of
@@ -298,6 +299,10 @@ def test_a_turn_ends_where_the_familys_turn_ends_and_never_twice(tmp_path: Path)
     chat = Chat(tokenizer)
     assert list(chat.end_ids) == ids("<|user|>", "</s>", "<|tool|>")
     assert with_end(generated([5], "length", sampled_end=False), chat).token_ids.tolist() == [5]
+    talk = [*ASK, Message(role="assistant", content="4"), *TOLD, Message(role="assistant", content="5")]
+    (row,) = rows_with_loss_mask(chat, "append", [talk])
+    assert chat.text(row.token_ids[row.loss_mask], True) == "4<|user|>5<|user|>"
+    assert chat.text(row.token_ids, True).count("<|user|>") == 3
     make_tokenizer(tmp_path, lookup.vocabulary())
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 0]}')
     assert load_chat(tmp_path, GeneratorConfig()).end_ids[-2:] == (3, 0)
