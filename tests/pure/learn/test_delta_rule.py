@@ -1,4 +1,4 @@
-"""Linear attention of packed rows is that of each row by itself, and its cost is linear."""
+"""Linear attention of packed rows is that of each row by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.learn.attention_layout import CHUNK, Chunks
 from service.learn.model.delta_net import EPSILON, gated_delta_rule
 from tests.pure.learn.builders import CPU
 
-HEADS, KEYS, VALUES, TAPS = 2, 6, 5, 4
+HEADS, KEYS, VALUES = 2, 6, 5
 
 
 def made(n_tokens: int, seed: int) -> list[Tensor]:

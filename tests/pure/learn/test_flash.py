@@ -7,24 +7,18 @@ import logging
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
-from service.learn.attention_layout import Packing
 from service.learn.model import attention, flash
 from tests.pure.learn.builders import CPU
 from tests.pure.learn.varlen import use_flash4
 
 ROOT = Path(__file__).parents[3]
 GPU = torch.device("cuda")
-LENGTHS = (5, 130, 1, 64)
-BOUNDS = np.cumsum([0, *LENGTHS], dtype=np.int64)
 
 
 @pytest.fixture(autouse=True)
@@ -33,40 +27,6 @@ def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attention.use_fastest_attention.cache_clear()
     yield
     attention.use_fastest_attention.cache_clear()
-
-
-def packed(window: int | None = None) -> tuple[list[torch.Tensor], torch.Tensor, Packing]:
-    """Queries, keys and values [1, heads, T, head_dim], and the output of packed attention over their rows."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(1, n, sum(LENGTHS), 16, generator=generator).requires_grad_() for n in (8, 2, 2)]
-    packing = Packing.of(BOUNDS, CPU, variable_length=True)
-    named: dict[str, Any] = {"sliding_window": window, "scaling": 0.3}
-    return inputs, attention.packed_attention(torch.nn.Identity(), *inputs, None, packing, **named)[0], packing
-
-
-@pytest.mark.parametrize("window", [None, 7])
-def test_output_and_gradients_are_those_of_causal_attention_in_each_row(
-    monkeypatch: pytest.MonkeyPatch, window: int | None
-) -> None:
-    kernels = use_flash4(monkeypatch)
-    inputs, out, packing = packed(window)
-    parts = []
-    for start, end in pairwise(BOUNDS):
-        reach = torch.ones(end - start, end - start, dtype=torch.bool).tril()
-        reach &= ~torch.ones_like(reach).tril(-(window or end - start))
-        query, key, value = (x[:, :, start:end] for x in inputs)
-        parts.append(F.scaled_dot_product_attention(query, key, value, reach, scale=0.3, enable_gqa=True))
-    expected = torch.cat(parts, 2).transpose(1, 2)
-    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(out, expected)
-    for ours, right in zip(*(torch.autograd.grad(x, inputs, weight) for x in (out, expected)), strict=True):
-        torch.testing.assert_close(ours, right)
-    assert kernels.calls == [("_flash_attn_fwd", 130, 130), ("_flash_attn_bwd", 130, 130)]
-    if window is not None:
-        return
-    tensors = [x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in inputs]
-    # the rules that torch's compiler relies on
-    torch.library.opcheck(flash.attend, (*tensors, packing.cu_seqlens, packing.cu_seqlens, 130, 130, 0.25, -1))
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from service.config.learn import ATTENTION, LINEAR, LoraConfig
+from service.config.learn import ATTENTION, LoraConfig
 from service.errors import UserError
 from service.learn.learner import Learner
-from service.learn.model.adapter_folder import PREFIX
 from service.learn.model.lora import A, B
 from service.learn.settings import LearnSettings
 from service.types import MiniBatch
@@ -158,19 +157,6 @@ def test_a_reference_that_is_renewed_is_a_copy_of_the_adapter(model_folder: Path
     ours = learner(config, model_folder)
     kl = [ours.step(batch).metrics["policy/reference_kl"] for _ in range(3)]
     assert kl[0] == 0 and kl[1] > 0 and kl[2] == 0
-
-
-def test_what_is_published_has_pefts_names_and_b_without_its_factor(model_folder: Path) -> None:
-    made = learner(configured(dtype="bfloat16"), model_folder)
-    published, masters = made.policy.weights(), made.policy.master_weights.tensors
-    assert published is not None
-    assert len(published) == 2 * len(LINEAR) * len(made.policy.model.layers)
-    assert {name: tensor.dtype for name, tensor in published.items()} == {
-        f"base_model.model.{name}": torch.bfloat16 for name in masters
-    }
-    name = "model.layers.0.mlp.down_proj"
-    assert published[PREFIX + name + A].shape == (4, 48) and published[PREFIX + name + B].shape == (32, 4)
-    assert torch.equal(published[PREFIX + name + B], masters[name + B].to(torch.bfloat16))
 
 
 def test_experts_get_no_adapter_and_a_target_that_the_model_lacks_is_named(tmp_path: Path) -> None:

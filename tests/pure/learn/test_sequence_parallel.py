@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.sequence_parallel import LEAST, SHAPE, VOCABULARY, long_row, train
+from benchmarks.sequence_parallel import LEAST, SHAPE, VOCABULARY, train
 from service.config.core_settings import batch_settings
 from service.config.learn import LoraConfig, TrainerConfig
 from service.config.tree import Config
@@ -219,9 +219,3 @@ def test_a_rank_of_two_holds_1_7_times_less_than_one_alone(ranks: Ranks, tmp_pat
     make_model(tmp_path, SHAPE, VOCABULARY, eos_token_id=2, pad_token_id=0, seed=0)
     alone, of_two = bytes_of_rank(0, 1, tmp_path), max(ranks(2, bytes_of_rank, tmp_path))
     assert alone >= LEAST[2] * of_two
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-def test_four_ranks_train_a_row_with_memory_of_which_one_alone_runs_out(tmp_path: Path) -> None:
-    assert long_row(str(tmp_path)) == 0
