@@ -46,17 +46,6 @@ def test_following_a_run_that_has_ended_prints_its_lines_and_ends(
     assert capsys.readouterr().out.splitlines()[1:] == ["the run has ended: no more lines will come"]
 
 
-def test_without_a_name_it_is_the_newest_run(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "here" / "runs").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    assert main(["logs"]) == 2
-    (tmp_path / "here" / "runs" / "newest").symlink_to(run)
-    assert main(["logs", "--last", "1"]) == 0
-    assert capsys.readouterr().out.split()[::2] == ["buffer", "fourth"]
-
-
 def test_a_part_that_is_not_there_is_one_line_with_those_that_are(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

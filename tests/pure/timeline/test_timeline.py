@@ -107,19 +107,6 @@ def test_baton_trace_joins_a_timeline_whose_rows_are_named_and_nested(
         assert sum(named) == pytest.approx(whole["dur"] / 1e6, abs=1e-4)
 
 
-def test_waits_of_the_timeline_add_up_to_the_seconds_that_metrics_count() -> None:
-    now, trace = [50.0], Trace("driver/driver")
-    states = States(trace, "trainer", "waiting", lambda: now[0])
-    lengths = [0.0004, 0.3, 7.5, 0.02] * 20
-    for number, seconds in enumerate(lengths):
-        now[0] += seconds
-        states.seconds()  # as each push does
-        states.enter("step" if number % 2 == 0 else "waiting")
-    recorded = sum(span["dur"] for span in spans_of(trace) if span["name"] == "waiting") / 1e6
-    assert recorded == pytest.approx(states.seconds()["waiting"], rel=0.02)
-    assert states.seconds()["waiting"] == pytest.approx(sum(lengths[0::2]))
-
-
 def test_the_files_stay_bounded_and_a_restarted_hub_goes_on_in_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
