@@ -34,7 +34,7 @@ from service.config import Config
 from service.errors import ProcessLost, UserError
 from service.files import atomic_file
 from service.handoff.steps.wire import decode_mini_batch
-from service.learn.compile import share_cores
+from service.learn.compile import share_cores, stop_compiling
 from service.learn.learner import Learner, StepReport
 from service.learn.model.policy import Policy
 from service.learn.model.policy_model import Checkpointing
@@ -176,6 +176,7 @@ class TrainerRank(Supervised):
             share_cores(nodes.count(nodes[self._rank]) if nodes else self._world_size)
         if policy.compiles or self._device.type == "cuda":
             self._try(settings, policy, chooses=checkpointing is None)
+            stop_compiling()
         set_collective_deadline(config.trainer.collective_deadline)
         self._learner = Learner(settings, *where, policy)
         self._learner.began = self._states.enter

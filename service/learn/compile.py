@@ -85,6 +85,12 @@ def share_cores(ranks_of_host: int) -> None:
         torch._inductor.config.compile_threads = max(1, min(cores // ranks_of_host, MOST_COMPILE_THREADS))
 
 
+def stop_compiling() -> None:
+    """Run uncompiled, from now on, what has no compiled graph yet, so that no rank waits in a collective for one that
+    compiles."""
+    torch.compiler.set_stance("eager_on_recompile")
+
+
 def compile_layers(model: PreTrainedModel, recompute_elementwise: bool = False) -> None:
     """Compile the decoder layers.
 

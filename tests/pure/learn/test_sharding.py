@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from service.config.learn import LoraConfig
 from service.errors import UserError
+from service.learn.compile import stop_compiling
 from service.learn.learner import Learner
 from service.learn.model import policy, sharding
 from service.learn.model.policy import Policy
@@ -166,11 +167,26 @@ def untied(folder: Path, other: Path) -> Path:
     return other
 
 
-def waits_for_a_late_rank(rank: int, world_size: int, seconds: float, deadline: float) -> str:
-    """What a sum over all ranks ends with, if rank 1 is late."""
+def waits_for_a_late_rank(
+    rank: int, world_size: int, seconds: float, deadline: float, compiles: bool = False, stops: bool = False
+) -> str:
+    """What a sum over all ranks ends with, if rank 1 is late; with `compiles` because it needs another graph."""
+    late: list[float] = [0.0]
+
+    def compiled(graph: Any, _: Any) -> Any:
+        time.sleep(late.pop() if late else seconds)
+        return graph.forward
+
+    layer = torch.compile(lambda x: x + 0, backend=compiled, dynamic=False)
+    layer(torch.zeros(2))  # the trial
+    if stops:
+        stop_compiling()
+    dist.barrier()
     sharding.set_collective_deadline(deadline)
     found = torch.ones(1)
-    if rank == 1:
+    if compiles:
+        layer(torch.zeros(2 + rank))
+    elif rank == 1:
         time.sleep(seconds)
     try:
         dist.all_reduce(found)
@@ -182,6 +198,11 @@ def waits_for_a_late_rank(rank: int, world_size: int, seconds: float, deadline: 
 def test_a_collective_waits_for_a_late_rank_as_long_as_its_deadline(ranks: Ranks) -> None:
     assert ranks.once(2, waits_for_a_late_rank, 1.5, 60.0) == ["2", "2"]
     assert ranks.once(2, waits_for_a_late_rank, 3.0, 1.0)[0] == "too late"
+
+
+def test_after_the_trial_no_rank_waits_for_another_that_would_compile(ranks: Ranks) -> None:
+    assert ranks.once(2, waits_for_a_late_rank, 8.0, 4.0, True, False)[0] == "too late"
+    assert ranks.once(2, waits_for_a_late_rank, 8.0, 4.0, True, True) == ["2", "2"]
 
 
 def steps_within(rank: int, world_size: int, folder: Path, parent: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch._dynamo.utils import counters
 from service.config.learn import TrainerConfig
 from service.handoff.batches.pack import prefix_order
 from service.learn import trial
+from service.learn.compile import stop_compiling
 from service.learn.learner import Learner
 from service.learn.model.policy import OutOfMemory, Policy
 from service.learn.model.policy_model import Checkpointing
@@ -118,7 +120,9 @@ def test_steps_and_trials_without_memory_are_one_line_with_what_takes_less_and_l
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_every_compiled_graph_is_made_in_the_trial(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_compiled_graph_is_made_in_the_trial_and_none_later(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """Of packed rows, of rows that share a prefix, of an empty micro-batch, and of a forward pass alone."""
     eager_graphs(monkeypatch)
     as_on_gpu(monkeypatch)
@@ -127,13 +131,17 @@ def test_every_compiled_graph_is_made_in_the_trial(model_folder: Path, monkeypat
     take_trial(learn, policy)
     made = counters["stats"]["unique_graphs"]
     assert made > 1
+    stop_compiling()
+    request.addfinalizer(partial(torch.compiler.set_stance, "default"))
     learner = Learner(learn, model_folder, CPU, 0, 1, policy)
     packed, longer = made_rows(3, seed=0), made_rows(2, seed=1, lengths=(40, 50))
     shared = list(largest_mini_batch(learn.trainer, VOCABULARY, 20).ranks[0][1:2])
     learner.step(mini_batch([[packed, [], longer, packed[:1]]], trajectories=3))
     learner.step(largest_mini_batch(learn.trainer, VOCABULARY, 20))
     policy.logprobs([policy.to_device(micro) for micro in shared])
-    assert counters["stats"]["unique_graphs"] == made
+    monkeypatch.undo()  # what now needs other graphs is computed without
+    report = learner.step(mini_batch([[packed]], trajectories=3))
+    assert report.applied and counters["stats"]["unique_graphs"] == made
 
 
 def gathered_again(policy: Policy) -> list[bool]:
