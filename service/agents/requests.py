@@ -132,7 +132,8 @@ class Requests:
         begun, the error is sent as an event."""
         self.refused[str(refused.status)] += 1
         if (session := request.get(SESSION)) is not None:
-            session.note_refusal(refused, request.headers.get("user-agent", "without a name"))
+            is_call = "/rl/" not in request.path
+            session.note_refusal(refused, request.headers.get("user-agent", "without a name"), is_call)
         elif self.refused.total() <= MAX_LOGGED:
             log.warning("a request without a session is refused: %s %s", refused.status, in_one_line(str(refused)))
         stream: web.StreamResponse | None = request.get(STREAM)

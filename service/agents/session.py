@@ -127,7 +127,7 @@ class Session:
         self.refusals: Counter[str] = Counter()
         """Number of requests that the endpoint refused, by status, field, reason and client."""
         self.refused = ""
-        """Why the newest request was refused; empty if it was answered, or its prompt was too long."""
+        """Why the newest call was refused; empty if it was answered, or its prompt was too long."""
         self.opening = asyncio.Lock()
         """Held while a prompt is matched with the tree, possibly in a thread, so that the tree does not grow
         meanwhile."""
@@ -310,11 +310,13 @@ class Session:
         except RecursionError as error:
             raise Refused(400, "messages", "nested too deep") from error
 
-    def note_refusal(self, refused: Refused, client: str) -> None:
-        """Note that the endpoint refused a request of this session; each different refusal is logged once."""
+    def note_refusal(self, refused: Refused, client: str, is_call: bool = True) -> None:
+        """Note that the endpoint refused a request of this session; each different refusal is logged once. `is_call`:
+        whether the request was one to the policy."""
         said = f"{refused.status} {refused} (client {client[:SHOWN]})".replace(self.key, "[key]")
         said = in_one_line(said)
-        self.refused = "" if refused.code == TOO_LONG else said
+        if is_call:
+            self.refused = "" if refused.code == TOO_LONG else said
         if said not in self.refusals:
             if len(self.refusals) == MAX_LOGGED:
                 return
