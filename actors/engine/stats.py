@@ -47,8 +47,5 @@ class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
     def log_engine_initialized(self) -> None:
         """Print nothing."""
 
-    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """Do nothing: Baton never puts an engine to sleep."""
-
     def record_admission_rejection(self, reason: str) -> None:
         """Do nothing: Baton's engines run without admission control."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -73,7 +72,8 @@ class VllmEngine:
     def __init__(self, config: Config, model_folder: Path) -> None:
         self.serving = PolicyVersion(0, 0)
         self.times = EngineTimes()
-        self.counts: Counter[str] = Counter()
+        self.cached_tokens = 0
+        """Number of prompt tokens that were found in the KV cache."""
         self._config = config
         self._model_folder = Path(model_folder)
         self._llm: AsyncLLM | None = None
@@ -132,7 +132,6 @@ class VllmEngine:
         await llm.collective_rpc("unlink_shared_memory")
         if arguments.get("enable_return_routed_experts"):
             self._expert_type = _checked_experts(self._model_folder, warm_up)
-        self.counts.clear()
         freeze_heap()
         # The engine's processes run now; a program that an environment starts later may have modules in its own folder.
         os.environ.pop(SAFE_PATH, None)
@@ -161,10 +160,7 @@ class VllmEngine:
             seconds = seconds_of(output.metrics)
         completion = output.outputs[0]
         token_ids, experts = np.asarray(completion.token_ids, np.int32), completion.routed_experts
-        self.counts["requests"] += 1
-        self.counts["prompt_tokens"] += len(prompt_ids)
-        self.counts["cached_tokens"] += output.num_cached_tokens or 0
-        self.counts["generated_tokens"] += len(token_ids)
+        self.cached_tokens += output.num_cached_tokens or 0
         return Generation(
             token_ids=token_ids,
             logprobs=np.asarray(() if completion.logprobs is None else completion.logprobs.logprobs, np.float32),
@@ -259,7 +255,7 @@ class VllmEngine:
         """Record the engine's current state and its counts since the start as metrics."""
         metrics.set("baton_generator_running_requests", self.running)
         metrics.set("baton_generator_policy_version", self.serving.step)
-        metrics.count_to("baton_prefix_cached_tokens_total", self.counts["cached_tokens"])
+        metrics.count_to("baton_prefix_cached_tokens_total", self.cached_tokens)
         if (load := self.load) is not None:
             metrics.set("baton_generator_waiting_requests", load.waiting)
             metrics.set("baton_generator_kv_cache_ratio", load.kv_cache_ratio)

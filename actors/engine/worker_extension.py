@@ -37,6 +37,7 @@ from vllm.platforms import current_platform
 from actors.engine import text_models
 from actors.engine.cpu_lora import use_runs_of_rows
 from actors.engine.expected_warnings import LOADS, RELOADS, ROTARY, ROUNDED, TIED_HEAD, drop
+from actors.engine.loader_calls import LoaderCalls
 from actors.engine.vllm_arguments import OWNER_PID, PULL_BACKEND
 from actors.weights.cuda_ipc import IPC_BACKEND, Handle, rebuild_arguments
 from actors.weights.memory import OpenMemory
@@ -75,17 +76,8 @@ def _wait_and_end(owner_fd: int, core: int | None) -> None:
     poll.poll()
     if core is not None and os.getppid() == core:
         os.kill(core, signal.SIGKILL)
-    unlink_shared_memory()
+    WorkerExtension.unlink_shared_memory()
     os._exit(1)
-
-
-def unlink_shared_memory() -> None:
-    """Remove the names of the shared memory that vLLM's processes have in common and this process has open. The memory
-    is then freed with the last of them, however they end."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.rpartition(" ")[2]
-        if path.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")):
-            Path(path).unlink(missing_ok=True)
 
 
 def repack_for_cpu(model: torch.nn.Module) -> None:
@@ -135,6 +127,9 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     update_info_cls = PullInfo
     _file: WeightFile | None = None
     _kept: dict[str, OpenMemory]
+    _made: LoaderCalls
+    _calls: LoaderCalls | None = None
+    """The calls of the last update, if it succeeded."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -148,6 +143,7 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             drop(RELOADS, TIED_HEAD)
         initialize_layerwise_reload(self.model)
+        self._made = LoaderCalls(self.model)
 
     def receive_weights(self, update_info: PullInfo) -> None:
         """Load every parameter from the sources of `update_info`. Some layers read their parameters only in
@@ -158,7 +154,12 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         """
         self._close()
         self._file = file_of(vars(update_info), self._kept)
-        self.model.load_weights(self._file.tensors())
+        calls, self._calls = self._calls, None
+        if calls is not None and calls.header == self._file.header:
+            calls.repeat(self._file)
+            self._made = calls
+        else:
+            self.model.load_weights(self._file.tensors())
         self._check()
 
     def finish_weight_update(self) -> None:
@@ -170,6 +171,9 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         finalize_layerwise_reload(self.model, self.model_config)
         repack_for_cpu(self.model)
         self._check()
+        if not self._made.header:
+            self._made.finish(self._file)  # type: ignore[arg-type]
+        self._calls = self._made
         self._close()
 
     def _check(self) -> None:
@@ -257,9 +261,14 @@ class WorkerExtension:
         self._slot = AdapterSlot(self.get_model(), rank, alpha)
         self._slot.load_weights((name, torch.zeros(shape)) for name, shape in shapes.items())
 
-    def unlink_shared_memory(self) -> None:
-        """See the function; call this once all processes of the engine have opened what they share."""
-        unlink_shared_memory()
+    @staticmethod
+    def unlink_shared_memory() -> None:
+        """Remove the names of the shared memory that this process has in common with other processes of the engine,
+        which have opened it. It is then freed with the last of them, however they end."""
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = line.rpartition(" ")[2]
+            if path.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")):
+                Path(path).unlink(missing_ok=True)
 
     def load_update(self: Any, update_info: dict[str, Any]) -> str:
         """Load the weights, or the adapter, that the weight transfer backend receives.

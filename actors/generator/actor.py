@@ -108,6 +108,7 @@ class Generator(ImageHolder, Supervised):
         self._main: asyncio.Task[None] | None = None
         self._stopping = False
         self._counts: Counter[str] = Counter()
+        """Number of the trajectories with each stop reason."""
         self._unmeasured: list[Steps] = []
         """Steps that were sent and are not counted in the metrics yet."""
         self._reporter = Reporter("generator", name, self._config, resolve_actor(hub), self._measure_now)
@@ -209,7 +210,6 @@ class Generator(ImageHolder, Supervised):
 
     def _begin(self, groups: asyncio.TaskGroup, outbox: Outbox, assignment: Assignment) -> None:
         self._groups += 1
-        self._counts["groups"] += 1
         groups.create_task(self._play_group(outbox, assignment, task_of(self._tasks, *assignment[1:3])))
 
     @property
@@ -243,16 +243,13 @@ class Generator(ImageHolder, Supervised):
 
     async def _play(self, outbox: Outbox, trajectory: TrajectoryId, task: Task) -> None:
         end = await self._player.play(trajectory, task, outbox)
-        self._counts.update(("trajectories", f"end_{end.stop_reason}"))
+        self._counts[f"end_{end.stop_reason}"] += 1
 
     def _cancel(self, trajectory: TrajectoryId) -> None:
         if (playing := self._playing.get(trajectory)) is not None:
-            self._counts["cancelled"] += 1
             playing.cancel()
 
-    async def update_weights(
-        self, version: int, data: WeightBytes | Sequence[Source], checksum: int
-    ) -> dict[str, float]:
+    async def update_weights(self, version: int, data: WeightBytes | Sequence[Source], checksum: int) -> None:
         """Load new weights into the engine while requests run.
 
         `version`: a packed `PolicyVersion`; for `data` and `checksum` see `VllmEngine.update_weights`.
@@ -272,10 +269,8 @@ class Generator(ImageHolder, Supervised):
             self._metrics.count("baton_weight_sync_failures_total")
             raise self._failed(error) from error.__cause__
         claimer.look_again()
-        self._counts["updates"] += 1
         self._metrics.observe("baton_weight_sync_pause_seconds", update.pause_seconds)
         self._metrics.count("baton_weight_sync_bytes_total", update.bytes)
-        return update._asdict()
 
     async def evaluate(self, name: str, tasks_file: str, n_samples: int, shard: EvalShard) -> list[EvalTrajectory]:
         """Sample trajectories of one shard of an evaluation set; they are not submitted to the buffer.
@@ -291,25 +286,17 @@ class Generator(ImageHolder, Supervised):
             return await play_shard(self._player, name, file, n_samples, shard, concurrency, temperature, check)
 
     async def status(self) -> dict[str, Any]:
-        """Return the generator's state and its counts since the start."""
-        joined = self._joined
-        waiting = joined.claimer.waiting if joined is not None else None
+        """Return the generator's waits and failures, and its counts since the start."""
+        outbox = self._joined.outbox if self._joined is not None else None
         return {
             "name": self._name,
             "pid": os.getpid(),
-            "policy_version": str(self._engine.serving),
-            "groups": self._groups,
-            "trajectories": len(self._playing),
             "elapsed_seconds": self._activity.elapsed,
             "wait_seconds": self._activity.seconds,
-            "waiting": f"{waiting.reason}: {waiting.detail}" if waiting is not None else None,
             "counts": dict(self._counts),
             "environments": self._player.env_metrics.sums,
-            "failures": self._player.failures | (joined.outbox.last_refusals if joined is not None else {}),
-            "leaked_tasks": len(self._player.leaked),
-            "engine": dict(self._engine.counts),
-            "outbox": dict(joined.outbox.counts) if joined is not None else {},
-            "refusals": dict(joined.outbox.refusals) if joined is not None else {},
+            "failures": self._player.failures | (outbox.last_refusals if outbox is not None else {}),
+            "refusals": dict(outbox.refusals) if outbox is not None else {},
         }
 
     @ray.method(concurrency_group=WATCHING)  # type: ignore[untyped-decorator]

@@ -83,7 +83,6 @@ class Outbox:
         self._wanted = 1
         """The number of complete groups for which the trainer may wait; a message that completes this many is sent
         at once."""
-        self.counts: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.last_refusals: dict[str, str] = {}
         """The most recent refusal for each reason."""
@@ -178,10 +177,7 @@ class Outbox:
     async def _send(self, group: StepGroup, message: _Message) -> Refusal | None:
         """Send a message with the next sequence number, again and again until it is answered."""
         self._sender = self._sender._replace(sequence=self._sender.sequence + 1)
-        data = encode(StepGroup(self._sender, group.steps, group.ends))
-        answer = await self._answered(data)
-        self.counts["messages"] += 1
-        self.counts["bytes"] += len(data)
+        answer = await self._answered(encode(StepGroup(self._sender, group.steps, group.ends)))
         if isinstance(answer, Refusal):
             self.refusals[answer.reason] += 1
             self.last_refusals[f"refused_{answer.reason}"] = f"the buffer refused its message: {answer}"
@@ -189,8 +185,6 @@ class Outbox:
             if answer.reason == RefusalReason.FENCED:
                 raise RunFailed(f"{self.generator} was replaced by a newer incarnation: {answer}")
             return answer
-        self.counts["steps"] += len(group.steps)
-        self.counts["ends"] += len(group.ends)
         message.late.update(answer.late)
         self._wanted = answer.wanted
         if self._open is not None and self._open.complete >= self._wanted:
@@ -206,11 +200,8 @@ class Outbox:
             async with asyncio.timeout(ANSWER_SECONDS):
                 return await self.submit(data)
 
-        def failed(error: Exception) -> None:
-            self.counts["resent"] += 1
-
         lost = (TimeoutError, Unreachable)
         try:
-            return await retried(send, lost, RETRY, within=self.deadline, failed=failed)
+            return await retried(send, lost, RETRY, within=self.deadline)
         except lost as error:
             raise Starved(f"{self.generator} got no answer from the buffer for {self.deadline:.0f} s") from error

@@ -119,6 +119,16 @@ class WeightFile:
             place.copy_(piece, non_blocking=True)
         return whole
 
+    @property
+    def header(self) -> bytes:
+        """Return the header: names, types, shapes and positions of all tensors, as JSON."""
+        length = int.from_bytes(self.read(0, 8).numpy().tobytes(), "little")
+        return self.read(8, 8 + length).numpy().tobytes()
+
+    def follow(self, newer: WeightFile) -> None:
+        """Read from a newer file with the same header from now on, also for tensors that exist already."""
+        vars(self).update(vars(newer))
+
     def stored(self) -> dict[str, StoredTensor]:
         """Return the tensors that the file's header lists, by name.
 
@@ -126,15 +136,13 @@ class WeightFile:
             ValueError: the parts are not a complete safetensors file.
         """
         try:
-            length = int.from_bytes(self.read(0, 8).numpy().tobytes(), "little")
-            if 8 + length > self.n_bytes:
-                raise ValueError("the header was cut off")
-            header: dict[str, Any] = json.loads(self.read(8, 8 + length).numpy().tobytes())
+            start = 8 + len(octets := self.header)
+            header: dict[str, Any] = json.loads(octets)
             header.pop("__metadata__", None)
-            if 8 + length + max((each["data_offsets"][1] for each in header.values()), default=0) != self.n_bytes:
+            if start + max((each["data_offsets"][1] for each in header.values()), default=0) != self.n_bytes:
                 raise ValueError("data were cut off")
             return {
-                name: StoredTensor(DTYPES[each["dtype"]], (*each["shape"],), 8 + length + each["data_offsets"][0])
+                name: StoredTensor(DTYPES[each["dtype"]], (*each["shape"],), start + each["data_offsets"][0])
                 for name, each in header.items()
             }
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
@@ -177,7 +185,10 @@ def file_of(info: Mapping[str, Any], kept: dict[str, OpenMemory]) -> WeightFile:
 class PulledTensor(Tensor):
     """A view of a tensor whose values are read only when they are needed."""
 
-    _read: ReadRows
+    values_read = 0
+    """Number of operations, other than copies, that have read the values of any such tensor."""
+    read_rows: ReadRows
+    """Reads the stored tensor; all its views have this function."""
     _width: int
     """Number of elements in a row of the stored tensor."""
     _view: Tensor
@@ -189,7 +200,7 @@ class PulledTensor(Tensor):
         made: PulledTensor = Tensor._make_wrapper_subclass(
             cls, view.shape, strides=view.stride(), storage_offset=view.storage_offset(), dtype=view.dtype
         )
-        made._read, made._width, made._view = read, width, view
+        made.read_rows, made._width, made._view = read, width, view
         return made
 
     def pulled(self, device: torch.device = CPU) -> Tensor:
@@ -201,7 +212,7 @@ class PulledTensor(Tensor):
         width = self._width
         last = view.storage_offset() + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
         first_row = view.storage_offset() // width
-        rows = self._read(first_row, last // width + 1, device)
+        rows = self.read_rows(first_row, last // width + 1, device)
         offset = rows.storage_offset() + view.storage_offset() - first_row * width
         return rows.as_strided(view.shape, view.stride(), offset)
 
@@ -222,16 +233,12 @@ class PulledTensor(Tensor):
             viewed = func(first._view, *others, **(kwargs or {}))
             views = viewed if isinstance(viewed, list | tuple) else [viewed]
             if all(_is_of(view, first._view) for view in views):
-                made = [cls(first._read, first._width, view) for view in views]
+                made = [cls(first.read_rows, first._width, view) for view in views]
                 return made if isinstance(viewed, list | tuple) else made[0]
-        device = CPU
-        if func is torch.ops.aten.copy_.default:
-            if first.is_meta:  # vLLM counts what will be copied
-                return first
-            device = first.device
-        args, kwargs = tree_map(
-            lambda each: each.pulled(device) if isinstance(each, cls) else each, (args, kwargs or {})
-        )
+        if func is torch.ops.aten.copy_.default:  # vLLM also counts what will be copied
+            return first if first.is_meta else func(first, others[0].pulled(first.device), *others[1:])
+        cls.values_read += 1
+        args, kwargs = tree_map(lambda each: each.pulled() if isinstance(each, cls) else each, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ import pytest
 import ray
 import torch
 import xxhash
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors.engine.engine_load import EngineLoad
 from actors.engine.vllm_engine import VllmEngine, WeightUpdate, engine_env
+from actors.weights.pulled import WeightFile
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling, validate_generation
@@ -313,6 +314,65 @@ def test_after_an_update_that_failed_in_some_workers_all_of_them_take_the_next(l
             generation = ray.get(engine.generate.remote(prompt(step), Sampling(max_tokens=40), "r"))
             assert difference(dense(step), prompt(step), generation, 1.0) < ATOL
             assert set(generation.versions.tolist()) == {PolicyVersion(1, step).pack()}
+
+
+@pytest.mark.full
+def test_loading_many_small_tensors_again_pauses_half_as_long_as_the_first_time(
+    local_ray: None, tmp_path: Path
+) -> None:
+    """18,867 tensors, as of 48 layers with 128 experts each."""
+    shape = SHAPE | {"num_hidden_layers": 48, "hidden_size": 64, "tie_word_embeddings": False}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)).float().eval()
+    with serving(tmp_path, model) as engine:
+        pauses: dict[bool, list[float]] = {True: [], False: []}
+        for step in range(2, 10):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.01)
+            model.save_pretrained(tmp_path)
+            # With another header vLLM looks for each tensor's layer as at first.
+            data = save(load_file(tmp_path / "model.safetensors"), metadata={"number": f"{step // 2}"})
+            sent = np.frombuffer(data, np.uint8), xxhash.xxh3_64_intdigest(data)
+            updated = ray.get(engine.update_weights.remote(PolicyVersion(1, step), *sent))
+            pauses[step % 2 == 1].append(updated.pause_seconds)
+            generation = ray.get(engine.generate.remote(prompt(0), Sampling(max_tokens=20), "r"))
+            assert difference(model, prompt(0), generation, 1.0) < ATOL
+    print(pauses)
+    assert 2 * np.median(pauses[True]) <= np.median(pauses[False])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+def test_calls_of_loaders_are_repeated_only_where_they_copied_every_tensor_and_no_value_was_read() -> None:
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        get_layerwise_info,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    from actors.engine.loader_calls import LoaderCalls
+
+    data = save({"weight": torch.ones(2, 3)})
+    image = image_of(data)
+
+    def repeatable(load: Callable[[Any, torch.Tensor], object]) -> bool:
+        layer = torch.nn.Linear(3, 2, bias=False)
+        record_metadata_for_reloading(layer)
+        initialize_layerwise_reload(layer)
+        calls = LoaderCalls(layer)
+        file = WeightFile(0, at(image.path, len(data)))
+        ((_, tensor),) = file.tensors()
+        load(layer.weight, tensor)
+        calls.finish(file)
+        assert not calls.header or get_layerwise_info(layer).load_numel == 0, "the layer is complete"
+        return calls.header == file.header
+
+    assert repeatable(lambda weight, tensor: weight.weight_loader(weight, tensor))
+    assert not repeatable(lambda weight, tensor: weight.weight_loader(weight, tensor * 1))
+    assert not repeatable(lambda weight, tensor: (weight.weight_loader(weight, tensor), tensor.sum()))
+    assert not repeatable(lambda weight, tensor: None)
+    image.close()
 
 
 @pytest.fixture(scope="module", params=[1, 2])

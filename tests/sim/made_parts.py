@@ -164,8 +164,7 @@ class SimEngine:
 
     def __init__(self, config: Config, model_folder: Path) -> None:
         self.serving = PolicyVersion(0, 0)
-        self.core_died = False
-        self.counts = {"cached_tokens": 0, "generated_tokens": 0}
+        self.core_died, self.cached_tokens = False, 0
         self.times = EngineTimes()
 
     async def start(self, version: PolicyVersion) -> None:

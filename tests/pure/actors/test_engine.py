@@ -420,7 +420,7 @@ async def test_every_token_has_its_log_probability_and_the_version_that_sampled_
     gap = await answered(engine, weight_versions=[span(7, 0, 1), span(8, 2, 3)])
     assert gap.versions.tolist() == [7, NO_VERSION, 8], "a token between two spans has no version"
     assert validate_generation(generation, len(PROMPT), max_tokens=4, vocab_size=10) is None
-    assert dict(engine.counts) == {"requests": 3, "prompt_tokens": 15, "cached_tokens": 12, "generated_tokens": 9}
+    assert engine.cached_tokens == 12
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ async def test_an_error_of_vllm_is_itself_unless_the_core_died_of_it(engine: Vll
     llm.errored = True
     with pytest.raises(RunFailed, match="the engine core died"):
         await engine.generate(PROMPT, Sampling(4), "r")
-    assert (engine.running, dict(engine.counts)) == (0, {})
+    assert engine.running == 0
 
 
 MIXTURE = {

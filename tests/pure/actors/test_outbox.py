@@ -207,9 +207,8 @@ def _layers(group: StepGroup) -> int | None:
 async def test_a_message_without_an_answer_is_sent_again_as_the_same_bytes() -> None:
     buffer = FakeBuffer()
     buffer.fail_first = [Unreachable("gone"), Unreachable("gone")]
-    outbox = await deliver(buffer, [step(0)])
+    await deliver(buffer, [step(0)])
     assert len(buffer.sent) == 3 and len(set(buffer.sent)) == 1
-    assert outbox.counts["resent"] == 2 and outbox.counts["steps"] == 1
 
 
 async def test_a_buffer_that_hangs_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +247,7 @@ async def test_a_refused_trajectory_does_not_take_the_others_of_its_message_with
     assert sorted(group_id for data in accepted for group_id in decoded(data).steps.group_id_K.tolist()) == [1, 2]
     assert sorted(group_id for data in accepted for group_id in decoded(data).ends.group_id_E.tolist()) == [1, 2]
     assert buffer.refused == [TrajectoryId(POISONED, 0)]
-    assert outbox.refusals[RefusalReason.LOGPROB] == 2 and outbox.counts["steps"] == 2
+    assert outbox.refusals[RefusalReason.LOGPROB] == 2
 
 
 async def test_a_fenced_incarnation_fails() -> None:

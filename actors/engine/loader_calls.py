@@ -1,0 +1,71 @@
+"""Repeats the calls of vLLM's weight loaders of one update for the updates after it.
+
+vLLM looks for the layer of each tensor, counts what the layer's loader will copy, and makes the layer's calls once all
+are there. They differ from update to update only in the values, which a `PulledTensor` reads when it is copied.
+"""
+
+from __future__ import annotations
+
+from inspect import BoundArguments
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+
+from actors.weights.pulled import PulledTensor, WeightFile
+
+LoaderCall = tuple[str, BoundArguments]
+"""The name of a layer's parameter, and the arguments of its loader."""
+
+
+class LayerCalls(list[LoaderCall]):
+    """The list in which vLLM keeps the calls of a layer until it has made them."""
+
+    def __init__(self) -> None:
+        self.made: list[LoaderCall] = []
+        """The calls without the parameters, which would keep a second model in memory."""
+
+    def append(self, call: LoaderCall) -> None:
+        """Add a call."""
+        super().append(call)
+        self.made.append(_copied(call))
+
+
+class LoaderCalls:
+    """The calls of one update."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Record the calls of the update for which vLLM has prepared the model."""
+        self._file: WeightFile
+        self.header = b""
+        """The header of the weights files for which the calls can be repeated."""
+        self._values_read = PulledTensor.values_read
+        self._of_layers: dict[torch.nn.Module, LayerCalls] = {}
+        for layer in model.modules():
+            if (info := get_layerwise_info(layer)).can_load():
+                self._of_layers[layer] = info.loaded_weights = LayerCalls()
+
+    def finish(self, file: WeightFile) -> None:
+        """End the update from this file. The calls can be repeated if they copied every tensor of it, and nothing else
+        has read any values, from which other arguments may follow."""
+        made = (call for calls in self._of_layers.values() for _, call in calls.made)
+        given: list[Any] = [each for call in made for each in call.arguments.values() if isinstance(each, torch.Tensor)]
+        only_copied = self._values_read == PulledTensor.values_read and {PulledTensor} == {*map(type, given)}
+        if only_copied and len({id(each.read_rows) for each in given}) == len(file.stored()):
+            self._file, self.header = file, file.header
+
+    def repeat(self, file: WeightFile) -> None:
+        """Make the calls again with this file's tensors; vLLM has prepared the model for an update."""
+        self._file.follow(file)
+        for layer, calls in self._of_layers.items():
+            if calls.made:
+                info = get_layerwise_info(layer)
+                info.loaded_weights, info.load_numel = [*map(_copied, calls.made)], info.load_numel_total
+                if not is_deferred_attention_layer(layer):  # these wait for all others
+                    _layerwise_process(layer, info)
+
+
+def _copied(call: LoaderCall) -> LoaderCall:
+    name, bound = call
+    return name, BoundArguments(bound.signature, {**bound.arguments, "param": None})
