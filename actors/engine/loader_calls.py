@@ -10,8 +10,7 @@ from inspect import BoundArguments
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from actors.weights.pulled import PulledTensor, WeightFile
 
@@ -56,14 +55,13 @@ class LoaderCalls:
             self._file, self.header = file, file.header
 
     def repeat(self, file: WeightFile) -> None:
-        """Make the calls again with this file's tensors; vLLM has prepared the model for an update."""
+        """Let vLLM, which has prepared the model for an update, make the calls again with this file's tensors when it
+        ends the update."""
         self._file.follow(file)
         for layer, calls in self._of_layers.items():
-            if calls.made:
-                info = get_layerwise_info(layer)
-                info.loaded_weights, info.load_numel = [*map(_copied, calls.made)], info.load_numel_total
-                if not is_deferred_attention_layer(layer):  # these wait for all others
-                    _layerwise_process(layer, info)
+            info = get_layerwise_info(layer)
+            info.loaded_weights = [*map(_copied, calls.made)]
+            info.load_numel = 0.5 if calls.made else 0  # some of the layer's numbers, but not yet all
 
 
 def _copied(call: LoaderCall) -> LoaderCall:

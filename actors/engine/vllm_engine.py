@@ -213,21 +213,18 @@ class VllmEngine:
         clear_cache = self._config.weights.kv_cache == "recompute"
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         self.times.pause()
-        await self._load(llm, info, version, tries)
+        for _ in range(tries):
+            answers = await llm.collective_rpc("load_update", kwargs={"update_info": info})
+            if (why := next(filter(None, answers), None)) is None:
+                break
+        else:  # the engine has parts of two versions and must not resume
+            raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries: {why}")
         if clear_cache and self._recorder is not None:
             self._recorder.preempted_by_update()  # now, because every step before the pause has been recorded
         await llm.update_weight_version(str(version.pack()))
         self._serve(version)
         await llm.resume_generation()
         return self.times.resume()
-
-    async def _load(self, llm: AsyncLLM, info: dict[str, Any], version: PolicyVersion, tries: int) -> None:
-        """Load the weights or the adapter. If every try fails, the engine has parts of both and must not resume."""
-        for _ in range(tries):
-            reasons = filter(None, await llm.collective_rpc("load_update", kwargs={"update_info": info}))
-            if (why := next(reasons, None)) is None:
-                return
-        raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries: {why}")
 
     def _serve(self, version: PolicyVersion) -> None:
         self.serving = version

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -106,11 +106,6 @@ def abandon_reload(model: torch.nn.Module) -> None:
 
 
 @dataclass
-class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """The arguments of `init_transfer_engine`: none, because pulling weights needs no set-up."""
-
-
-@dataclass
 class PullInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The version of the weights, and the sources from which to read their parts; see
     `actors.weights.pulled.WeightFile.info`."""
@@ -123,19 +118,15 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     """Reads this worker's part of each parameter from the memory of the ranks, or from the image of this node. The
     model is reloaded layer by layer, with vLLM's own sharding and layout."""
 
-    init_info_cls = NoInitInfo
     update_info_cls = PullInfo
     _file: WeightFile | None = None
-    _kept: dict[str, OpenMemory]
+    _kept: ClassVar[dict[str, OpenMemory]] = {}
+    """The ranks' memory, which stays open from update to update; a worker has one such engine."""
     _made: LoaderCalls
     _calls: LoaderCalls | None = None
     """The calls of the last update, if it succeeded."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._kept = {}
-
-    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Do nothing: this transfer needs no set-up."""
 
     def start_weight_update(self) -> None:

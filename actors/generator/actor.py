@@ -115,10 +115,6 @@ class Generator(ImageHolder, Supervised):
         self._metrics = self._reporter.metrics
         self._activity = Activity(self._reporter.trace, self._engine.times)
 
-    def __repr__(self) -> str:
-        state = "not joined" if self._joined is None else f"policy {self._engine.serving}, {self._groups} groups"
-        return f"Generator({self._name}, {state})"
-
     async def start(self) -> str:
         """Start the engine and join the buffer; returns the id of the node that this process runs on."""
         try:
