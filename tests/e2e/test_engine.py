@@ -432,7 +432,7 @@ def test_of_two_engines_on_a_node_one_that_loses_a_process_is_dead_and_the_other
 ) -> None:
     config = of_workers(CONFIG, 2)
     with serving(tmp_path / "one", dense(0), config) as one, serving(tmp_path / "other", dense(1), config) as other:
-        _, *others = processes_of(one)
+        others = [process for process in processes_of(one) if "VLLM::" in " ".join(process.cmdline())]
         next(process for process in others if victim in " ".join(process.cmdline())).kill()
         assert psutil.wait_procs(others, timeout=60)[1] == []
         with pytest.raises(RunFailed, match="the engine core died"):
