@@ -22,12 +22,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def started(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[], PairRun]]:
+def started(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., PairRun]]:
     """Starts runs; ends what a failed test left, and counts."""
     made, figures = list[PairRun](), request.config.stash.setdefault(FIGURES, Counter())
 
-    def start() -> PairRun:
-        made.append(PairRun(tmp_path, model))
+    def start(**variables: str) -> PairRun:
+        made.append(PairRun(tmp_path, model, variables))
         return made[-1]
 
     yield start

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +117,8 @@ class PairRun:
 
     folder: Path
     model: Path
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the run."""
     settings: Sequence[str] = ()
     told: Told = field(default_factory=Told)
     figures: Counter[str] = field(default_factory=Counter)
@@ -128,7 +130,7 @@ class PairRun:
         rows = [{"uid": f"p{row}", "prompt": f"prompt {row}"} for row in range(200)]
         (self.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.run_folder = self.folder / "quickstart"
-        self._env = {**os.environ, "BATON_TEST_RUN": self._mark}
+        self._env = {**os.environ, "BATON_TEST_RUN": self._mark, **self.variables}
         self._over, self._ledger = threading.Event(), LedgerWatch(self.run_folder)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "service", "run", "--config", "configs/quickstart.yaml", *self._settings()],
@@ -309,14 +311,15 @@ class PairRun:
         print(f"{ended}: {deaths}, named after {told.naming()}, at most {told.silence():.1f} s without a line")
         self.figures.update({"kills": len(deaths), f"pairs and triples, {ended}": 1})
 
-    def finish(self, scenario: Scenario) -> None:
-        """Stop the run, strike both while it writes its final weights, and judge it."""
+    def finish(self, scenario: Scenario | None = None) -> None:
+        """Stop the run, strike both victims while it writes its final weights, and judge it."""
         before = len(self.told.deaths)
         self.process.send_signal(signal.SIGTERM)
-        self.until(lambda: any("writing the final weights" in line for _, line in self.told.said), 60, "its end")
-        self.strike(scenario.pair.first)
-        time.sleep(scenario.pair.delay)
-        self.strike(scenario.pair.second)
+        if scenario is not None:
+            self.until(lambda: any("writing the final weights" in line for _, line in self.told.said), 60, "its end")
+            self.strike(scenario.pair.first)
+            time.sleep(scenario.pair.delay)
+            self.strike(scenario.pair.second)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(HEAL_SECONDS)
         ended = f"code {self.process.poll()}"
@@ -324,6 +327,14 @@ class PairRun:
         assert self.process.poll() == 128 + signal.SIGTERM, f"{ended}\n{self.tail()}"
         judged(self.run_folder, self.step(), stopped=True)
         assert (self._ledger.open, self._ledger.lost) == ([], [])
+
+    def resume(self, more: int) -> None:
+        """Resume the run, which has ended, for so many optimizer steps, and judge it."""
+        steps = self.step() + more
+        words = [sys.executable, "-m", "service", "run", "--resume", str(self.run_folder), f"run.max_steps={steps}"]
+        done = subprocess.run(words, cwd=ROOT, env=self._env, capture_output=True, text=True, timeout=START_SECONDS)
+        assert done.returncode == 0, done.stdout + done.stderr
+        judged(self.run_folder, steps)
 
     def close(self) -> None:
         """End what is left of it."""

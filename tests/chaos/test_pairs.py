@@ -1,12 +1,14 @@
-"""Two and three processes of a real run killed at once, pair after pair: it goes on, and loses and doubles nothing."""
+"""Two and three processes of a real run killed at once, calls that Ray loses, Ray killed: nothing is lost or doubled."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
 from collections.abc import Callable, Sequence
 
+import psutil
 import pytest
 
 from tests.chaos.real_pairs import ENDS, START_SECONDS, PairRun, Scenario, runs
@@ -17,6 +19,8 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 SEED = int(os.environ.get("BATON_CHAOS_SEED", "1"))
 TRIPLES = 20
 THREE = ("trainer-0", "generator-0", "buffer")
+LOST = {"req_failure_prob": 5, "resp_failure_prob": 5, "in_flight_failure_prob": 5}
+"""Of Ray's calls of actors, in percent: the request is lost, the answer, or the connection in between."""
 
 
 def test_the_pairs_have_each_victim_first_and_second_each_moment_and_each_delay() -> None:
@@ -53,3 +57,23 @@ def test_a_run_goes_on_after_a_rank_a_generator_and_the_buffer_die_within_two_se
         run.until(lambda goal=goal: run.step() >= goal, START_SECONDS, f"healing {number}")  # type: ignore[misc]
         run.note("healed", before)
     run.finish(Scenario(ENDS[4]))
+
+
+def test_calls_that_ray_loses_are_made_again_and_count_once(started: Callable[..., PairRun]) -> None:
+    lost = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": -1, **LOST}}
+    run = started(RAY_testing_rpc_failure=json.dumps(lost))
+    run.until(lambda: run.step() >= 30, 2 * START_SECONDS, "step 30")
+    run.finish()
+
+
+@pytest.mark.parametrize("part", ["raylet", "gcs_server"])
+def test_a_run_whose_ray_is_killed_ends_with_its_reason_and_is_resumed(
+    started: Callable[..., PairRun], part: str
+) -> None:
+    run = started()
+    run.until(lambda: run.step() >= 5, START_SECONDS, "step 5")
+    (found,) = (each for each in psutil.Process(run.process.pid).children(recursive=True) if each.name() == part)
+    found.kill()
+    assert run.process.wait(START_SECONDS) == 1, run.tail()
+    assert "Ray" in run.told.said[-1][1], run.tail()
+    run.resume(4)
