@@ -134,7 +134,7 @@ GENERATORS_AND_WEIGHTS = (
     histogram(
         "baton_trajectory_seconds", "Seconds by part: `queue`, `decode`, ...", labels=("env", "part"), buckets=SECONDS
     ),
-    histogram("baton_tool_seconds", "Call of an environment, by method.", labels=("env", "tool"), buckets=SECONDS),
+    histogram("baton_tool_seconds", "Call of an environment, by tool.", labels=("env", "tool"), buckets=SECONDS),
     counter("baton_environment_errors_total", "Trajectories that a failed environment ended.", labels=("env",)),
     gauge("baton_environment_leaked_tasks", "Episodes whose environment did not return after it was cancelled."),
     counter("baton_agent_calls_total", "Answered calls of agents.", labels=("dialect", "how")),

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,6 +46,8 @@ MAX_LEAKED_TASKS = 100
 """Maximum number of abandoned environment tasks in a process. If there are more, the process has to be restarted."""
 FINISH_SECONDS = 60.0
 """Seconds in which the event loop must process an agent's call of `finish`."""
+_TOOL = re.compile(r'<tool_call>\s{0,8}\{\s{0,8}"name"\s{0,8}:\s{0,8}"([\w.-]{1,64})"')
+_NAME = re.compile(r"[\w.-]{1,64}")
 
 
 class LeakedTasks:
@@ -108,17 +111,20 @@ class EnvGuard:
         self._task: asyncio.Task[None] | None = None
         self._gave_up = False
         """Whether the task was cancelled during a call, which may still run."""
+        self._tools: frozenset[str] = frozenset()
+        """Names of the tools that the task describes."""
 
     async def reset(self, task: Task, seed: int) -> list[Message]:
         """Make the environment, begin the episode and return the first messages."""
+        self._tools = frozenset(name for tool in task.tools if (name := _name_of(tool)))
         read = partial(read_messages, "messages", self._limits)
         messages: list[Message] = await self._ask("reset", lambda environment: environment.reset(task, seed), read)
         return messages
 
     async def step(self, text: str) -> StepResult:
         """The environment's answer to one turn of the policy, copied into plain values."""
-        read = partial(read_step_result, self._limits)
-        result: StepResult = await self._ask("step", lambda environment: environment.step(text), read)
+        read, name = partial(read_step_result, self._limits), tool_named(text, self._tools)
+        result: StepResult = await self._ask("step", lambda environment: environment.step(text), read, name)
         return result
 
     async def play(self, session: AgentSession, task: Task, seed: int, resumes: bool = False) -> None:
@@ -147,8 +153,10 @@ class EnvGuard:
         method: str,
         make: Callable[[Any], Awaitable[Any]],
         read: Callable[[Any], Any] = lambda result: None,
+        name: str = "",
     ) -> Any:
-        """Call a method and return a copy of its result, made by `read`."""
+        """Call a method and return a copy of its result, made by `read`; `name`: the call's name in the timeline, by
+        default `method`."""
         loop = asyncio.get_running_loop()
         if self._task is None:
             self._task = loop.create_task(self._serve(), name=self._name)
@@ -160,7 +168,7 @@ class EnvGuard:
             await asyncio.wait(either, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
         finally:  # also when the trajectory is cancelled
             if self._answered is not None and method != "play":  # this call lasts as long as the trajectory
-                self._answered(method, began)
+                self._answered(name or method, began)
             if not answer.done():
                 self._gave_up = True
                 self._task.cancel()
@@ -209,6 +217,21 @@ class EnvGuard:
 
     def _failed(self, reason: StopReason, method: str, detail: str, error: str = "") -> TrajectoryFailed:
         return TrajectoryFailed(reason, f"{self._name}.{method}: {detail}", error=error)
+
+
+def tool_named(text: str, tools: Container[str]) -> str:
+    """Name of the tool that a response calls first, as in `<tool_call>{"name": "search", ..}`. If the name is not in
+    `tools`, or there is no call, the result is `step`: names that the policy made up must not become labels of a
+    metric."""
+    found = _TOOL.search(text) if "<tool_call>" in text else None
+    return found[1] if found is not None and found[1] in tools else "step"
+
+
+def _name_of(tool: Mapping[str, Any]) -> str | None:
+    """The tool's name in a description such as `{"type": "function", "function": {"name": "search", ..}}`."""
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) and _NAME.fullmatch(name) else None
 
 
 async def _next(calls: asyncio.Queue[_EnvironmentCall | None]) -> _EnvironmentCall | None:

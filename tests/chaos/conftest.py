@@ -26,8 +26,8 @@ def started(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Iter
     """Starts runs; ends what a failed test left, and counts."""
     made, figures = list[PairRun](), request.config.stash.setdefault(FIGURES, Counter())
 
-    def start(**variables: str) -> PairRun:
-        made.append(PairRun(tmp_path, model, variables))
+    def start(*settings: str, **variables: str) -> PairRun:
+        made.append(PairRun(tmp_path, model, variables, settings))
         return made[-1]
 
     yield start
