@@ -343,10 +343,8 @@ async def _start_adapter(llm: AsyncLLM, lora: LoraConfig, size: PolicySize) -> L
     from vllm.lora.request import LoRARequest
 
     arguments = {"shapes": size.adapter, "rank": lora.rank, "alpha": lora.alpha}
-    try:
-        await llm.collective_rpc("start_adapter", kwargs=arguments)
-    except Exception as error:  # vLLM passes the worker's error on as a bare Exception
-        raise RunFailed(f"the engine cannot take an adapter as in model.lora: {error}") from error
+    if any(reasons := await llm.collective_rpc("start_adapter", kwargs=arguments)):
+        raise RunFailed(f"the engine cannot take an adapter as in model.lora: {max(reasons)}")
     return LoRARequest(ADAPTER, ADAPTER_ID, "never read, because the adapter is loaded")
 
 

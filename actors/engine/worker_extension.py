@@ -246,11 +246,16 @@ class WorkerExtension:
 
     _slot: AdapterSlot | None = None
 
-    def start_adapter(self: Any, shapes: AdapterShapes, rank: int, alpha: float) -> None:
+    def start_adapter(self: Any, shapes: AdapterShapes, rank: int, alpha: float) -> str:
         """Create the slot of the policy's adapter and fill it with an adapter that changes nothing, because a request
-        with a missing adapter would end the engine core."""
-        self._slot = AdapterSlot(self.get_model(), rank, alpha)
-        self._slot.load_weights((name, torch.zeros(shape)) for name, shape in shapes.items())
+        with a missing adapter would end the engine core. Returns an empty text, or why that failed."""
+        try:
+            self._slot = AdapterSlot(self.get_model(), rank, alpha)
+            self._slot.load_weights((name, torch.zeros(shape)) for name, shape in shapes.items())
+            return ""
+        except Exception as error:
+            log.exception("the adapter was not started")
+            return f"{type(error).__name__}: {error}"
 
     @staticmethod
     def unlink_shared_memory() -> None:
