@@ -64,8 +64,9 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from service.rollout.environments.registry import SyntheticFunction
         from service.scorers.user import check_scorers
 
-        functions: tuple[SyntheticFunction, ...] = () if config.model.make is None else ("vocabulary",)
-        functions += () if config.model.warm_start is None else ("demonstrations",)
+        model = config.model
+        functions: tuple[SyntheticFunction, ...] = () if model.make is None else ("vocabulary",)
+        functions += () if model.warm_start is None else ("demonstrations",)
         check_inputs(config.env, config.data, config.run.seed, config.agents is not None, functions)
         check_scorers(config.scorers)
         estimator_name(config)
@@ -79,7 +80,14 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
             check_first_adapter(with_absolute_paths(config).model)
         estimates = _estimates(config)
-    for line in (*(f"note: {line}" for line in (*missing, *config.notes)), *estimates):
+        from service.rollout.prompts.first_prompts import notes_of_prompts
+
+        prompts = (
+            notes_of_prompts(model, config.data, config.env, config.generator, config.run.seed)
+            if config.agents is None
+            else []
+        )
+    for line in (*(f"note: {line}" for line in (*missing, *config.notes, *prompts)), *estimates):
         print(line)
     files = ", ".join(str(file) for file in arguments.config)
     print(f"{files}: fine" + (", but it cannot be run here" if missing else ""))

@@ -5,13 +5,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from service.config import GeneratorConfig
-from service.rollout.chat.chat import Chat, MessagesRefused
+from service.config import DataConfig, EnvConfig, GeneratorConfig, ModelConfig
+from service.model_folder import is_model_folder
+from service.rollout.chat.chat import Chat, MessagesRefused, load_chat
+from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
+from service.rollout.environments.registry import synthetic_data
+from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.files import train_file
 
 LOOKED_AT = 200
 """Maximum number of rows whose prompts are checked."""
+
+
+def notes_of_prompts(
+    model: ModelConfig, data: DataConfig, env: EnvConfig, generator: GeneratorConfig, seed: int
+) -> list[str]:
+    """Notes about too long prompts in a configuration's datasets; no notes if the rows or the tokenizer are not on this
+    machine."""
+    files = [path for path in (data.train, *(part.path for part in data.mixture.values())) if path is not None]
+    if not all(path.exists() for path in files) or not (model.make or (model.path and is_model_folder(model.path))):
+        return []
+    few = data.make_rows and data.model_copy(update={"make_rows": min(data.make_rows, LOOKED_AT)})
+    with TemporaryDirectory() as made:
+        folder = model.path or Path(made)
+        if model.path is None:
+            words = synthetic_data(env.name, env.trusted_modules, "vocabulary").vocabulary()
+            make_tokenizer(folder, words)
+        path = train_file(few or data, env, Path(made), seed)
+        return too_long(generator, load_tasks(path), path, load_chat(folder, generator))
 
 
 def too_long(generator: GeneratorConfig, tasks: Sequence[Task], path: Path, chat: Chat) -> list[str]:

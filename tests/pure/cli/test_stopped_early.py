@@ -262,7 +262,7 @@ def test_a_run_that_goes_on_has_not_ended_and_is_stopped_with_the_steps_that_it_
     monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
     config = load_config(["configs/quickstart.yaml"], ["metrics.port=0"])
     (tmp_path / CONFIG).write_text(resolved_yaml(config))
-    manifest: Any = SimpleNamespace(step=27)
+    manifest: Any = SimpleNamespace(step=27, files=["a part"])
     assert running.run(config, tmp_path, manifest) == 128 + signal.SIGINT
     assert json.loads(summary.read_text()) == {"state": "stopped", "steps": 27 if goes_on else 20}
 
