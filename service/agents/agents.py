@@ -118,8 +118,6 @@ class Agents:
             run = guard.play(session, task, seed, resumes=restored is not None)
             return await self._played(session, task, guard, run, sink)
         finally:
-            if session.recorded.cancel():
-                self.sessions.finished(session, "")  # the buffer was not asked, so the session is not finished
             self.sessions.remove(session)
 
     async def _played(

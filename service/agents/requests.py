@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 
@@ -64,6 +65,8 @@ class Requests:
         self.undelivered = 0
         """Number of answers whose client disconnected."""
         self._room = asyncio.Semaphore(MAX_OPEN_BODIES)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Locks by key: of each session one large body at a time has room, so that none takes all of it."""
 
     def session(self, request: web.Request) -> Session:
         """The open session of the request's key.
@@ -98,9 +101,10 @@ class Requests:
             try:
                 if length is None or length > LARGE_BYTES:
                     async with asyncio.timeout(ROOM_SECONDS):
+                        await held.enter_async_context(self._turns.setdefault(key_of(request), asyncio.Lock()))
                         await held.enter_async_context(self._room)
             except TimeoutError as error:
-                reason = f"{MAX_OPEN_BODIES} other large bodies were in the way for {ROOM_SECONDS:.0f} s"
+                reason = f"other large bodies were in the way for {ROOM_SECONDS:.0f} s"
                 raise Refused(NO_ROOM, None, reason, "overloaded") from error
             try:
                 async with asyncio.timeout(BODY_SECONDS):

@@ -12,9 +12,11 @@ import json
 import logging
 import re
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import xxhash
 from aiohttp import web
@@ -47,7 +49,7 @@ LINGER_SECONDS = 2.0
 UNREAD_SECONDS = 60.0
 """Seconds after which a connection is closed if its client reads nothing of the answer that is being sent."""
 MAX_CONNECTIONS = 4096
-"""Maximum number of open connections; further ones are closed."""
+"""Maximum number of open connections; for a further one the oldest of the session with the most is closed."""
 CLOSING = frozenset({401, 409})
 """HTTP statuses for requests without the key of an open session; their connection is closed."""
 
@@ -66,6 +68,8 @@ class Endpoint:
         self._model = {**model, "max_model_len": max_model_len}
         self._silent: dict[Any, asyncio.TimerHandle] = {}
         """Connections that have sent no request yet, each with the timer that closes it."""
+        self._keys: WeakKeyDictionary[asyncio.Transport, str] = WeakKeyDictionary()
+        """The key of each connection's newest request."""
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
 
@@ -107,12 +111,22 @@ class Endpoint:
         """Accept a connection, with a timeout for silent clients: these would otherwise hold a file descriptor for
         ever."""
         connection = server()
-        full = len(server.connections) >= MAX_CONNECTIONS
-        self._silent[connection] = loop.call_later(0.0 if full else FIRST_SECONDS, self._cut, connection)
+        if len(server.connections) >= MAX_CONNECTIONS:
+            self._make_room(server.connections)
+        self._silent[connection] = loop.call_later(FIRST_SECONDS, self._cut, connection)
         return connection
 
+    def _make_room(self, connections: Sequence[RequestHandler]) -> None:
+        """Close the oldest connection of the session with the most, or of those without a request if they are more."""
+        there = {each: each.transport for each in connections if each.transport and not each.transport.is_closing()}
+        if len(there) >= MAX_CONNECTIONS:
+            keys = {each: self._keys.get(transport, "") for each, transport in there.items()}
+            most = Counter(keys.values()).most_common(1)[0][0]
+            self._cut(next(each for each, key in keys.items() if key == most))
+
     def _cut(self, connection: RequestHandler) -> None:
-        del self._silent[connection]
+        if (timer := self._silent.pop(connection, None)) is not None:
+            timer.cancel()
         if connection.transport is not None:
             connection.transport.abort()
 
@@ -121,6 +135,8 @@ class Endpoint:
         """The handler's answer; an error has the form of the path's dialect."""
         if (timer := self._silent.pop(request.protocol, None)) is not None:
             timer.cancel()
+        if request.transport is not None:
+            self._keys[request.transport] = key_of(request)
         dialect = _dialect(request)
         try:
             response = await handler(request)
@@ -201,12 +217,11 @@ class Endpoint:
                 if not is_text(transcript := body.get("transcript", "")):
                     raise Refused(400, "transcript", "is a text")
                 session.end(_outcome(body), session.transcript or transcript)
-                sessions.finished(session, digest)
+                sessions.asked(session, digest)
             await asyncio.wait({session.recorded})
             if session.recorded.cancelled():
                 raise Refused(NO_ROOM, None, "the buffer was not asked; send the request again")
             if not session.recorded.result():
-                sessions.finished(session, "")
                 raise Refused(409, None, "the buffer takes no more of this trajectory")
         return web.json_response({})
 

@@ -1,11 +1,11 @@
 """The sessions of a generator by their keys: the open sessions, and the sessions that ended most recently, even if they
 ended before the generator restarted.
 
-    finish(body) --> note the body --> trajectory's end in the journal --> 200
+    finish(body) --> trajectory's end in the journal --> note the body in the file --> 200
     finish with the noted body again: 200; with another body: 409
 
-A body is noted before the trajectory's end is in the journal. If the generator dies between these two events, the
-restarted generator opens the session again, and forgets the body.
+If the generator dies before the note is in the file, the restarted generator opens the session again, or, if the buffer
+has an end of the trajectory or has given it up, knows nothing of it and answers 401.
 """
 
 from __future__ import annotations
@@ -81,12 +81,13 @@ class Sessions:
         self._names[_digest(session.key)] = session.name
 
     def remove(self, session: Session) -> None:
-        """Close a session, if it is open, and remove it with its tokens; only the fact that it ended is kept."""
+        """Close a session, if it is open, and remove it with its tokens. What is kept is that it ended and, if the
+        buffer has recorded that, the digest of the body with which a client finished it."""
         session.close()
         self.counts[session.state] += 1
         del self._open[session.name]
-        if session.name not in self._ended:
-            self.finished(session, "")
+        is_recorded = not session.recorded.cancel() and session.recorded.result()
+        self.finished(session, self.finished_with(session.key) if is_recorded else "")
 
     def open(self) -> list[Session]:
         """All sessions that have not ended."""
@@ -105,6 +106,10 @@ class Sessions:
         if found in self._ended:
             raise Refused(409, None, "the session has ended")
         raise Refused(401, None, "the key is that of no session", "invalid_api_key")
+
+    def asked(self, session: Session, body: str) -> None:
+        """Remember the digest of the body with which a client finishes a session, until the session is removed."""
+        self._keep(EndedSession(session.name, _digest(session.key), body))
 
     def finished(self, session: Session, body: str) -> None:
         """Record that a session has ended. `body` is the digest of the body with which a client finished the session;

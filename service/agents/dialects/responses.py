@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from itertools import count
 from typing import Any, ClassVar, Literal
 
@@ -126,14 +127,16 @@ def with_items(body: dict[str, Any], find: Callable[[str], AgentCall | None]) ->
         Refused: the session has no item of this id.
     """
 
+    @cache
+    def items(call: AgentCall | None) -> dict[str, Any]:
+        return {} if call is None else {one["id"]: one for one in _output(call, body.get("tools"))}
+
     def item(i: int, given: Any) -> Any:
         if not isinstance(given, dict) or given.get("type") != "item_reference":
             return given
         of = str(given.get("id"))
-        if (call := find(of)) is not None:
-            for one in _output(CallAnswer(call, 0), CallRequest((), repeated={"tools": body.get("tools")})):
-                if one["id"] == of:
-                    return one
+        if (one := items(find(of)).get(of)) is not None:
+            return one
         raise Refused(400, f"input[{i}]", "this session has no such item; send the items themselves (store: false)")
 
     if not isinstance(given := body.get("input"), list):
@@ -179,7 +182,7 @@ def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
         "status": "incomplete" if is_cut else "completed",
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "output": _output(answer, asked),
+        "output": _output(answer.call, asked.repeated.get("tools")),
         **asked.repeated,
         "usage": {
             "input_tokens": numbers["prompt_tokens"],
@@ -303,9 +306,8 @@ def _tools(tools: list[dict[str, Any]] | None) -> dict[str, tuple[str | None, _F
     return read
 
 
-def _output(answer: CallAnswer, asked: CallRequest) -> list[dict[str, Any]]:
-    call, tools = answer.call, _tools(asked.repeated.get("tools"))
-    items: list[dict[str, Any]] = []
+def _output(call: AgentCall, given: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    tools, items = _tools(given), list[dict[str, Any]]()
     if call.reply.thinking:
         thought = {"content": [{"type": "reasoning_text", "text": call.reply.thinking}], "encrypted_content": call.name}
         items.append({"type": "reasoning", "id": f"rs_{call.name}", "summary": [], **thought})

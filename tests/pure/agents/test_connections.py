@@ -9,6 +9,7 @@ import logging
 import socket
 import zlib
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import psutil
 import pytest
@@ -212,6 +213,32 @@ async def test_a_connection_is_closed_when_it_idles_and_after_a_key_of_no_open_s
             answer = await reader.read()  # until the endpoint closes the connection
             writer.close()
             assert (b"Connection: close" in answer) is closed
+
+
+async def test_one_session_cannot_hold_the_room_of_all_others(
+    bytes_chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(requests, "MAX_OPEN_BODIES", 4)
+    monkeypatch.setattr(requests, "ROOM_SECONDS", 5.0)
+    async with asyncio.timeout(60), opened(bytes_chat) as house, AsyncExitStack() as held:
+        greedy, honest = house.session(), house.session(1)
+        head = f"Host: x\r\nAuthorization: Bearer {greedy.key}\r\n"
+        asks = (
+            f"GET /v1/models HTTP/1.1\r\n{head}\r\n",
+            f"POST {CHAT} HTTP/1.1\r\n{head}Content-Length: 60000\r\n\r\n",
+            "",
+        )
+        large = json.dumps(ChatTalk("age ?").body()).encode().ljust(60_000)
+        for asked in asks:  # connections that are kept, bodies that never come, connections without a request
+            for _ in range(20):
+                reader, writer = await house.connected()
+                held.callback(writer.close)
+                writer.write(asked.encode())
+                if asked.startswith("GET"):
+                    assert b"200 OK" in await reader.readline()
+            async with client_of(house, honest) as client:
+                assert (await client.post(CHAT, large))[0] == 200
 
 
 async def test_a_connection_that_sends_nothing_is_closed_and_one_that_asked_stays(

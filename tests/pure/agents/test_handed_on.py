@@ -182,6 +182,8 @@ async def test_a_finish_is_answered_once_the_buffer_has_the_end_and_a_repetition
             assert (await served.post(FINISH, {"reward": 1.0}))[0] == 409
         assert (await served.post("/s/5-1-0" + CHAT, asked(tasks[0])))[0] == 409
         assert not any(finish.done() for finish in finishing)
+        async with aclosing(Served(model, secret)) as after_a_kill:  # the buffer gave the trajectory up meanwhile
+            assert (await after_a_kill.post(FINISH, said))[0] == 401
         served.sink.answers.set()
         assert [await finish for finish in finishing] == [(200, {})] * 2
         assert (await playing).reward == 0.25
