@@ -30,7 +30,7 @@ from service.run.folder import SUMMARY, warmed_model, write_address
 from service.run.liveness.supervisor import Life, Supervisor
 from service.run.preparing.inputs import Prepared
 from service.run.records.writer import RunWriter
-from tests.pure.actors.fakes import Method, answering
+from tests.pure.actors.fakes import answering
 
 FRUITLESS = "591 groups finished, all filtered: every return was 0.0"
 MEASURED = {"reward/avg_raw_reward": 0.5, "async/staleness_mean": 0.0, "generate/batch_padded_seq_len": 8.0}
@@ -115,35 +115,6 @@ def test_a_run_that_gets_no_mini_batch_ends_and_names_the_generators_that_did_no
     named = "; generator-0 did not come back: .*no other has room .*" if lost else ""
     reason = f"^no mini-batch for 0 s: 0 of 16 groups are complete{named}$"
     fails(tmp_path, cluster, reason, COLD, "run.stall_deadline=0.05")
-
-
-def test_every_process_of_a_run_is_asked_whether_it_lives_scorers_included(tmp_path: Path) -> None:
-    settings = ["scorers={judge: {use: 'math:sqrt', workers: 2}}"]
-    asked: set[str] = set()
-
-    def asks(name: str, **methods: Any) -> SimpleNamespace:
-        async def life() -> Life:
-            asked.add(name)
-            return Life(name, is_set_up=True)
-
-        return SimpleNamespace(life=Method(life), ready=answering(), **methods)
-
-    async def weights(*_: Any) -> None:
-        while len(asked) < 6:
-            await asyncio.sleep(0.01)
-        raise RunFailed("all were asked")
-
-    trainer: Any = SimpleNamespace(
-        named={name: asks(name) for name in ("trainer-0", "trainer-1")}, load=answering(), weights=weights
-    )
-    cluster = replace(
-        cluster_of(tmp_path / "run", {}, {}),
-        hub=asks("metrics-hub", start=answering(URL), push=PUSH),
-        buffer=asks("buffer", join=answering(1)),
-        trainer=trainer,
-        scorers={name: asks(name) for name in ("scorer-judge-0", "scorer-judge-1")},
-    )
-    fails(tmp_path, cluster, "all were asked", COLD, *settings)
 
 
 class Trainer:

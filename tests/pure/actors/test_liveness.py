@@ -198,16 +198,6 @@ async def test_silence_is_named_repeatedly_and_ends_a_wait_at_the_deadline_of_th
     assert watch.said[before:] == ["buffer has not answered for 0 s"] * 2
 
 
-async def test_a_failure_that_somebody_else_met_reaches_who_waits() -> None:
-    watch = await Watch().begun()
-    liveness.CAUSE_SECONDS = 0.0
-    waiting = watch.waiting()
-    await watch.actor.asked_again()
-    watch.supervisor.report("buffer", TrainerLost("a rank raised"))
-    with pytest.raises(TrainerLost, match="a rank raised"):
-        await waiting
-
-
 @pytest.mark.parametrize("waits_before", [True, False])
 async def test_an_error_of_a_question_itself_reaches_who_waits_for_any_actor(waits_before: bool) -> None:
     """Nobody would learn of a death of the actor that is no longer asked."""

@@ -25,9 +25,9 @@ keep_log("{PART}")
 """
 
 
-def play(code: str, logs: Path, output: int | None = subprocess.DEVNULL) -> int:
-    """Run a part of which `logs` keeps the output; returns how its process ended."""
-    environment = {**os.environ, **log_env(logs)}
+def play(code: str, logs: Path | dict[str, str], output: int | None = subprocess.DEVNULL) -> int:
+    """Run a part of which `logs` keeps the output, or with these variables; returns how its process ended."""
+    environment = os.environ | (log_env(logs) if isinstance(logs, Path) else logs)
     return subprocess.run([sys.executable, "-c", BEGINNING + code], env=environment, stdout=output).returncode
 
 
@@ -88,13 +88,11 @@ def test_a_log_that_cannot_be_written_leaves_the_output_where_it_was(tmp_path: P
 def test_on_a_host_without_the_run_folder_the_output_stays_in_rays_log(tmp_path: Path) -> None:
     logs, ray, other = tmp_path / "quickstart" / "logs", tmp_path / "worker.out", tmp_path / "moved"
     logs.mkdir(parents=True)
-    environment = {**os.environ, **log_env(logs)}
+    named = log_env(logs)
     logs.rename(other)
     logs.mkdir()  # another folder of the same name, as on another host
     with ray.open("wb") as output:
-        subprocess.run(
-            [sys.executable, "-c", BEGINNING + "print('a word')"], env=environment, stdout=output, check=True
-        )
+        assert play("print('a word')", named, output.fileno()) == 0
     assert ray.read_text() == "a word\n" and not [*logs.iterdir()]
 
 

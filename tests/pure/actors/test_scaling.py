@@ -84,10 +84,8 @@ class World:
         monkeypatch.setattr(scaling, "PAUSE_SECONDS", 0.0)
         monkeypatch.setattr(liveness, "CAUSE_SECONDS", 0.0)
         engines = {"min": 1, "max": most}
-        settings = GeneratorConfig.model_validate(
-            {"engines": engines, "concurrent_groups": GROUPS, "leave_grace": GRACE}
-        )
-        weights = WeightsConfig()
+        told = {"engines": engines, "concurrent_groups": GROUPS, "leave_grace": GRACE}
+        settings, weights = GeneratorConfig.model_validate(told), WeightsConfig()
         self.config, self.has_room = Config(generator=settings, weights=weights), asyncio.Event()
         self.has_room.set()
         self.there = {0: Here("generator-0", self.said)}
@@ -134,15 +132,13 @@ class World:
     async def settled(self, *names: str, draining: dict[str, int] | None = None) -> None:
         """Look again and again, until these generators are there and no other."""
         joined = {name for name in names if name != "generator-0"}
-        async with asyncio.timeout(30):
-            while (
-                list(self.pool.nodes()) != list(names)
-                or not joined <= {line.split(" has joined, ")[0] for line in self.lines}
-                or sum(" leaves: its node is drained" in line for line in self.lines)
-                != sum(" has left" in line for line in self.lines)
-            ):
-                self.scaling.look(draining or {})
-                await asyncio.sleep(0)
+
+        def come() -> bool:
+            leaves, left = (sum(told in line for line in self.lines) for told in (" leaves: its node is", " has left"))
+            there = joined <= {line.split(" has joined, ")[0] for line in self.lines}
+            return list(self.pool.nodes()) == list(names) and there and leaves == left
+
+        await self.looked(come, draining=draining)
 
 
 @pytest.fixture
@@ -276,10 +272,7 @@ async def test_generators_that_cannot_join_end_the_run_only_where_too_few_are_th
     await world.looked(lambda: sum("could not join" in line for line in world.lines) >= tries)
     assert not running.done() and len(world.killed) >= tries
     with pytest.raises(RunFailed, match="could not join"):
-        async with asyncio.timeout(60):
-            while True:
-                world.scaling.look({"a": 0})
-                await asyncio.sleep(0)
+        await world.looked(lambda: False, draining={"a": 0})
     running.cancel()
 
 
@@ -287,8 +280,5 @@ async def test_a_bug_met_while_a_generator_leaves_is_raised(world: World) -> Non
     running = await world.running()
     world.there[0].failing["leave"] = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError):
-        async with asyncio.timeout(30):
-            while True:
-                world.scaling.look({"a": 0})
-                await asyncio.sleep(0)
+        await world.looked(lambda: False, draining={"a": 0})
     running.cancel()
