@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 Int16s = np.ndarray[tuple[Any, ...], np.dtype[np.int16]]
 Int32s = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
 Int64s = np.ndarray[tuple[Any, ...], np.dtype[np.int64]]
+Uint16s = np.ndarray[tuple[Any, ...], np.dtype[np.uint16]]
 Uint64s = np.ndarray[tuple[Any, ...], np.dtype[np.uint64]]
 Uint8s = np.ndarray[tuple[Any, ...], np.dtype[np.uint8]]
 Float32s = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
@@ -48,6 +49,8 @@ class About(NamedTuple):
     on_prompt: bool = False
     """Whether tokens of a prompt have values too, not only tokens of a response."""
     ndim: int = 1
+    sizes: str = ""
+    """For a column of which a token has any number of items: the column with this number plus 1, or with 0."""
 
 
 class Column(NamedTuple):
@@ -94,6 +97,8 @@ class Columns(NamedTuple):
     """Columns with one item per step, end record or row."""
     tokens: tuple[Column, ...]
     """Columns with one item per token."""
+    nested: tuple[Column, ...]
+    """Columns with any number of items per token (see `nested_offsets`)."""
     ragged: tuple[tuple[str, tuple[Column, ...]], ...]
     """For each ragged axis: (its offsets column, its columns), for example ("offsets_K", the token columns)."""
     names: tuple[tuple[str, str], ...]
@@ -116,12 +121,14 @@ def columns_of(table: type) -> Columns:
         # `offsets_K` bounds N, tokens; `step_offsets_E` bounds S
         bounds = [column.name for column in found if column.is_offsets]
         offsets = {"N" if name.startswith("offsets_") else name[0].upper(): name for name in bounds}
-        items = tuple(column for column in found if column.axis not in {"N", *offsets} and not column.is_offsets)
+        nested = tuple(column for column in found if column.about.sizes)
+        others = [column for column in found if column not in nested and not column.is_offsets]
+        items = tuple(column for column in others if column.axis not in {"N", *offsets})
         of_axis = {axis: tuple(column for column in found if column.axis == axis) for axis in ("N", *offsets)}
         ragged = tuple((name, of_axis[axis]) for axis, name in offsets.items())
         lists = [field.name for field in fields(table) if hints[field.name] == tuple[str, ...]]
         names = tuple((name, f"{name.removesuffix('s')}_{items[0].axis}") for name in lists)
-        _COLUMNS[table] = Columns(found, items, of_axis["N"], ragged, names)
+        _COLUMNS[table] = Columns(found, items, of_axis["N"], nested, ragged, names)
     return _COLUMNS[table]
 
 
@@ -154,7 +161,10 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
         offsets_X = getattr(table, name)
         start_X, stop_X = offsets_X[index_X], offsets_X[index_X + 1]
         made[name] = offsets_of(stop_X - start_X)
-        made |= segments_of(table, start_X, stop_X, copy, of_axis)
+        if name == columns.ragged[0][0]:  # the tokens
+            made |= segments_of(table, start_X, stop_X, copy)
+        else:
+            made |= _segments(table, of_axis, start_X, stop_X, copy)
     for names, code in columns.names:
         if len(strings := getattr(table, names)) > 1:
             used, renumbered_X = np.unique(made[code], return_inverse=True)
@@ -162,16 +172,28 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
     return replace(table, **made)
 
 
-def segments_of(
-    table: Table, start_C: Int64s, stop_C: Int64s, copy: bool = False, columns: Sequence[Column] | None = None
-) -> dict[str, Any]:
-    """{column name: the segments [C] `start:stop`, concatenated}; views if they are contiguous and `copy` is False.
-
-    `columns`: those of another ragged axis. Adjacent segments are copied as one segment:
+def segments_of(table: Table, start_C: Int64s, stop_C: Int64s, copy: bool = False) -> dict[str, Any]:
+    """{column name: the tokens of the segments [C] `start:stop`, concatenated}; views if they are contiguous and `copy`
+    is False. Adjacent segments are copied as one segment:
 
         select [0 1 3] of items with offsets [0 5 9 12 20]  ->  copies tokens 0:9 and 12:20
     """
-    columns = columns_of(type(table)).tokens if columns is None else columns
+    columns = columns_of(type(table))
+    made = _segments(table, columns.tokens, start_C, stop_C, copy)
+    for column in columns.nested:
+        made[column.name] = None
+        if (sizes_N := getattr(table, column.about.sizes)) is not None:
+            at_N = nested_offsets(sizes_N)
+            made |= _segments(table, (column,), at_N[start_C], at_N[stop_C], copy)
+    return made
+
+
+def nested_offsets(sizes_N: Uint16s) -> Int64s:
+    """[N + 1] where each token's items begin in a nested column, from its column of sizes: [0 1 3] -> [0 0 0 2]."""
+    return offsets_of(np.maximum(sizes_N, 1) - 1)
+
+
+def _segments(table: Table, columns: Sequence[Column], start_C: Int64s, stop_C: Int64s, copy: bool) -> dict[str, Any]:
     arrays = {column.name: getattr(table, column.name) for column in columns}
     known = {name: array for name, array in arrays.items() if array is not None}
     breaks = np.flatnonzero(start_C[1:] != stop_C[:-1])
@@ -206,14 +228,17 @@ def concat(tables: Sequence[AnyTable]) -> AnyTable:
     sizes = [len(table) for table in tables]
     items = {column.name: _filled_up(column, parts[column.name], sizes) for column in columns.items}
     made: dict[str, Any] = {name: np.concatenate(arrays) if arrays else None for name, arrays in items.items()}
+    for column in columns.nested:
+        known = of_one_type(column, [array for array in parts[column.name] if array is not None])
+        made[column.name] = np.concatenate(known) if known else None
     for strings, code in columns.names:
         made[strings], made[code] = _joined_names(parts[strings], parts[code])
     for name, of_axis in columns.ragged:
         lasts = np.cumsum([len(offsets) for offsets in parts[name]]) - 1
         made[name] = offsets_of(np.delete(np.diff(np.concatenate(parts[name])), lasts[:-1]))
         counts = [len(tokens) for tokens in parts[of_axis[0].name]]
-        known = {column.name: _filled_up(column, parts[column.name], counts) for column in of_axis}
-        made |= dict.fromkeys(known) | _joined({name: arrays for name, arrays in known.items() if arrays})
+        full = {column.name: _filled_up(column, parts[column.name], counts) for column in of_axis}
+        made |= dict.fromkeys(full) | _joined({name: arrays for name, arrays in full.items() if arrays})
     return of(**made)
 
 
@@ -237,13 +262,16 @@ def filled(column: Column, count: int, like: NDArray[Any] | None = None) -> NDAr
 
 
 def of_one_type(column: Column, arrays: list[Any]) -> list[Any]:
-    """The given arrays of a column; if they have two types (uint8 and int16), all of them as int16 (`widened`)."""
+    """The given arrays of a column; if they have two types, all of them in the wider one (`widened`)."""
     same = column.narrow is None or len({array.dtype for array in arrays}) < 2
     return arrays if same else [widened(array) for array in arrays]
 
 
 def widened(array: NDArray[Any]) -> NDArray[Any]:
-    """Expert numbers `[..., k]` as int16; k times 255 in a uint8 array are unknown experts (-1): known ones differ."""
+    """Token ids as int32; or expert numbers `[..., k]` as int16, where k times 255 in a uint8 array are unknown experts
+    (-1): known ones differ."""
+    if array.dtype == np.uint16:
+        return array.astype(np.int32)
     if array.dtype != np.uint8:
         return array
     wide = array.astype(np.int16)

@@ -3,7 +3,8 @@
 Axis letters, here and everywhere: `P` prompts, which are groups in a mini-batch, `G` trajectories, `K` steps, `E` end
 records, `S` the steps about which end records have values, `R` rows, `C` segments of rows, `V` trajectories of a role,
 `X` turns of all trajectories, `T` tokens of one step or row, or turns of one trajectory, `Q` tokens of a prompt, `N`
-packed tokens, `H` runs of equal values. Offsets have one entry more than their axis: `offsets_K` has K + 1.
+packed tokens, `H` runs of equal values, `U` ids of supports. Offsets have one entry more than their axis: `offsets_K`
+has K + 1.
 
 A table of steps or rows is columnar: one array per field, and every per-token array shares one token axis.
 Item `k` owns tokens `offsets[k]:offsets[k+1]`, its prompt part first, its response part after it:
@@ -30,6 +31,7 @@ from service.columns import Int16s as Int16s
 from service.columns import Int32s as Int32s
 from service.columns import Int64s as Int64s
 from service.columns import Uint8s as Uint8s
+from service.columns import Uint16s as Uint16s
 from service.columns import Uint64s as Uint64s
 
 NO_VERSION = -1
@@ -40,6 +42,12 @@ ROUTE_NATIVELY = -1
 
 Experts = Int16s | Uint8s
 """Arrays of expert numbers: uint8 if all numbers of the model's experts fit, else int16 (`service.columns.widened`)."""
+
+
+Ids = Int32s | Uint16s
+"""Arrays of token ids: uint16 if all ids of the vocabulary fit, else int32."""
+MAX_SUPPORT = 512
+"""Maximum number of tokens in a support."""
 
 
 class PolicyVersion(NamedTuple):
@@ -119,12 +127,16 @@ class Step:
     extends: Extension | None = None
     routed_experts: Experts | None = None
     """[Q + T, layers, topk] the experts to which each token was routed; ROUTE_NATIVELY where unknown."""
+    support_size: Uint16s | None = None
+    """[T] the number of tokens among which each token was drawn; 0: all. None: the sampler left out none."""
+    support: Ids | None = None
+    """[U] these tokens without the drawn one, in ascending order, token after token."""
     note: str = ""
     """Data with which its restarted generator continues the trajectory; the buffer returns the note unchanged."""
 
     def __post_init__(self) -> None:
         prompt, response = len(self.prompt_ids), len(self.response_ids)
-        lengths = {"logprobs": response, "loss_mask": response, "versions": response}
+        lengths = dict.fromkeys(("logprobs", "loss_mask", "versions", "support_size"), response)
         lengths["routed_experts"] = prompt + response
         for name, length in lengths.items():
             array = getattr(self, name)
@@ -172,6 +184,13 @@ class TrainedTokens:
     ] = None
     teacher_logprobs_N: Annotated[
         Float32s | None, About("log-probability under the teacher, from its scorer; NaN: none", fill=np.nan)
+    ] = None
+    support_size_N: Annotated[
+        Uint16s | None, About("size of the support, the tokens among which the sampler drew; 0: all tokens")
+    ] = None
+    support_U: Annotated[
+        Int32s | Uint16s | None,
+        About("its other tokens, ascending, or as uint16 where all ids fit", sizes="support_size_N"),
     ] = None
 
 
@@ -262,6 +281,8 @@ class Row:
     reward: float
     """The reward of the row's last step."""
     routed_experts: Experts | None = None
+    support_size: Uint16s | None = None
+    support: Ids | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -22,14 +22,12 @@ NOTE_BYTES = 1 << 10
 """The part of NAME_BYTES that is for a note, and the maximum bytes of a note."""
 ITEM_BYTES = (3 << 10) + NAME_BYTES
 """Maximum bytes of a step or an end record without tokens: other columns, frame, header and names of a message."""
-TOKEN_BYTES = sum(
-    column.dtype.itemsize
-    for column in columns_of(Steps).tokens
-    if column.about.ndim == 1 and column.name != "teacher_logprobs_N"
-)
-"""Bytes of a token in all columns that generators send, except routed experts: id, log-probability, mask, version."""
+TOKEN_BYTES = sum(column.dtype.itemsize for column in columns_of(Steps).tokens if not column.optional)
+"""Bytes of a token in the columns that every generator sends: id, log-probability, mask, version."""
 TEACHER_BYTES = 4
 """Bytes of a token's log-probability under the teacher."""
+SUPPORT_BYTES = 4
+"""Bytes of a token of a support; the drawn token's 4 bytes, which are not stored, cover the support's size."""
 SCORE_BYTES = 1 << 9
 """Bytes of a scorer's answer without its rewards, texts and log-probabilities: its journal frame."""
 INFO_BYTES = 1 << 11
@@ -65,13 +63,16 @@ class WorstBytes:
     """Maximum calls of an agent; 0: there are no agents."""
     expert_bytes: int = 0
     """Bytes of a token's routed experts, over all layers."""
+    max_support: int = 0
+    """Maximum size of a token's support; 0: the sampler leaves out no token."""
     has_teacher: bool = False
     n_scorers: int = 0
 
     @property
     def token(self) -> int:
         """Bytes of one token, summed over all columns."""
-        return TOKEN_BYTES + self.expert_bytes + TEACHER_BYTES * self.has_teacher
+        support = SUPPORT_BYTES * self.max_support
+        return TOKEN_BYTES + self.expert_bytes + support + TEACHER_BYTES * self.has_teacher
 
     @property
     def step(self) -> int:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.columns import columns_of, lengths_of, widened
+from service.columns import columns_of, lengths_of, nested_offsets, widened
 from service.handoff.group_bytes import NAME_BYTES, NOTE_BYTES, TRANSCRIPT_BYTES
 from service.handoff.steps.values import MAX_REWARD, ROLES, Limits
-from service.types import NO_VERSION, ROUTE_NATIVELY, Bools, Refusal, RefusalReason, StepGroup
+from service.types import MAX_SUPPORT, NO_VERSION, ROUTE_NATIVELY, Bools, Refusal, RefusalReason, StepGroup
 
 MAX_NAME_LENGTH = 1024
 """Maximum characters of a generator's name, a prompt's uid or a stop reason."""
@@ -160,6 +160,27 @@ def _token_ids(group: StepGroup, limits: Limits) -> Refusal | None:
     return _first_outside(RefusalReason.TOKEN_RANGE, ("token_ids_N", group.steps.token_ids_N, 0, limits.vocab_size))
 
 
+def _supports(group: StepGroup, limits: Limits) -> Refusal | None:
+    sizes_N, support_U = group.steps.support_size_N, group.steps.support_U
+    if sizes_N is None and support_U is None:
+        return None
+    if sizes_N is None or support_U is None:
+        return Refusal(RefusalReason.LENGTH_MISMATCH, "support_U")
+    if (largest := int(sizes_N.max(initial=0))) > MAX_SUPPORT:
+        return Refusal(RefusalReason.TOO_LARGE, "support_size_N", largest)
+    at_N = nested_offsets(sizes_N)
+    if at_N[-1] != len(support_U):
+        return Refusal(RefusalReason.LENGTH_MISMATCH, "support_U", len(support_U))
+    token_U = np.repeat(np.arange(len(sizes_N)), lengths_of(at_N))
+    wrong_U = support_U == group.steps.token_ids_N[token_U]
+    wrong_U[1:] |= (support_U[1:] <= support_U[:-1]) & (token_U[1:] == token_U[:-1])
+    return (
+        _first(RefusalReason.MALFORMED, "support_size_N", sizes_N, (sizes_N > 0) & ~group.steps.loss_mask_N)
+        or _first_outside(RefusalReason.TOKEN_RANGE, ("support_U", support_U, 0, limits.vocab_size))
+        or _first(RefusalReason.MALFORMED, "support_U", support_U, wrong_U)
+    )
+
+
 def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
     steps, ends = group.steps, group.ends
     coldest, hottest = TEMPERATURES
@@ -195,7 +216,7 @@ def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 _RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
-    _table, _sender, _identity, _order, _said, _lengths, _token_ids, _numbers, _logprobs, _versions,
+    _table, _sender, _identity, _order, _said, _lengths, _token_ids, _supports, _numbers, _logprobs, _versions,
 )  # fmt: skip
 
 

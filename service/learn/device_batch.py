@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.columns import NO_BYTE
+from service.columns import NO_BYTE, lengths_of, nested_offsets, offsets_of
 from service.handoff.batches.pack import PrefixOrder, prefix_order
 from service.learn.attention_layout import Packing, positions_in_rows, to_device
 from service.learn.compile import compiled_on_gpu
@@ -150,6 +150,32 @@ def _padded(offsets_R: Int64s, device: torch.device) -> Layout:
     return Layout((len(lengths_R), width), slot_N, {"attention_mask": to_device(attended, device)})
 
 
+class Support(NamedTuple):
+    """The tokens among which the sampler drew each loss token: `U` ids, token after token; the token itself and tokens
+    that were drawn from the whole vocabulary have none.
+
+        loss tokens 7 9 4; 7 was drawn from {5, 7, 8}, 9 from all, 4 from {4}      ids_U [5 8]   offsets_M [0 2 2 2]
+                                                                                  truncated_M [True False True]
+    """
+
+    ids_U: Tensor
+    offsets_M: Tensor
+    """[M + 1] where each token's ids begin; on the host, because it says how much of `ids_U` to use."""
+    truncated_M: Tensor
+
+    @staticmethod
+    def of(micro: MicroBatch, loss_token_M: Int64s, device: torch.device) -> Support | None:
+        """The supports of these tokens; None if no token of the micro-batch has one."""
+        if micro.support_size_N is None or micro.support_U is None:
+            return None
+        at_N, sizes_M = nested_offsets(micro.support_size_N), micro.support_size_N[loss_token_M]
+        first_M, length_M = at_N[loss_token_M], lengths_of(at_N)[loss_token_M]
+        offsets_M = offsets_of(length_M)
+        index_U = np.arange(offsets_M[-1]) + np.repeat(first_M - offsets_M[:-1], length_M)
+        ids_U = to_device(micro.support_U[index_U].astype(np.int32), device)
+        return Support(ids_U, torch.from_numpy(offsets_M), to_device(sizes_M > 0, device))
+
+
 class DeviceBatch(NamedTuple):
     """A micro-batch on the device, or a rank's slice of it.
 
@@ -178,6 +204,8 @@ class DeviceBatch(NamedTuple):
     trajectory_of_row_R: Tensor
     teacher_logprob_M: Tensor | None
     """Log-probability of each token under its teacher; NaN for a token without a teacher; None if no token has one."""
+    support: Support | None
+    """None: every token was drawn from the whole vocabulary."""
     turn_M: Tensor | None
     """For each loss token, its turn as an index into the mini-batch's `turn_advantage_X`; None if the mini-batch has
     no advantages by turn."""
@@ -231,6 +259,7 @@ class DeviceBatch(NamedTuple):
                 if micro.teacher_logprobs_N is None
                 else copy(micro.teacher_logprobs_N[loss_token_M], settings.dtype)
             ),
+            support=Support.of(micro, loss_token_M, device),
             turn_M=None if micro.turn_N is None else copy(micro.turn_N[loss_token_M], torch.int64),
         )
 

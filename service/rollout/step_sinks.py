@@ -17,6 +17,7 @@ from service.types import Sender, Step, StepGroup, Steps, TrajectoryEnd, Traject
 
 _TOKEN_COLUMNS = {column.name[:-2]: column for column in columns_of(Steps).tokens}
 _OPTIONAL = [name for name, column in _TOKEN_COLUMNS.items() if column.optional]
+_OPTIONAL += [column.name[:-2] for column in columns_of(Steps).nested]
 _REQUIRED_BYTES = sum(column.dtype.itemsize for column in _TOKEN_COLUMNS.values() if not column.optional)
 """Bytes of one token in all required columns."""
 

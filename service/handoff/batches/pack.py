@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from service.columns import changes, columns_of, filled, lengths_of
+from service.columns import changes, columns_of, filled, lengths_of, nested_offsets
 from service.handoff.prefixes.sharing import common_prefix
 from service.types import Experts, Int32s, Int64s, MicroBatch, Rows, TrainedTokens
 
@@ -204,6 +204,7 @@ def micro_batches(
     """Cut the micro-batches of every rank, as views, from rows in packing order."""
     columns = [column.name for column in columns_of(TrainedTokens).tokens if getattr(rows, column.name) is not None]
     ranks, stop = [], 0
+    at_N = None if rows.support_size_N is None else nested_offsets(rows.support_size_N)
     for rank in placement.ranks:
         batches = []
         for chosen in rank:
@@ -218,6 +219,7 @@ def micro_batches(
                 temperature_R=rows.temperature_R[start:stop],
                 trajectory_of_row_R=trajectory_R[start:stop],
                 turn_N=None if rows.turn_N is None else rows.turn_N[first:last],
+                support_U=None if at_N is None or rows.support_U is None else rows.support_U[at_N[first] : at_N[last]],
                 **{name: getattr(rows, name)[first:last] for name in columns},
             )
             batches.append(batch)
@@ -234,6 +236,7 @@ def _dummy(rows: Rows) -> MicroBatch:
         staleness_N=np.full(2, -1, np.int32),
         temperature_R=np.ones(1, np.float32),
         trajectory_of_row_R=np.full(1, -1, np.int32),
+        support_U=None if rows.support_U is None else rows.support_U[:0],
         **tokens,
     )
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.columns import offsets_of, select
+from service.columns import nested_offsets, offsets_of, select
 from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
@@ -51,12 +51,16 @@ class _Columns:
     """A message's step columns as lists, with counts of each step's tokens."""
 
     def __init__(self, steps: Steps, bytes_per_token: int) -> None:
-        self.index, self.uid, self.offsets = steps.index_K.tolist(), steps.uid_K.tolist(), steps.offsets_K.tolist()
+        self.index, self.uid = steps.index_K.tolist(), steps.uid_K.tolist()
         self.sampled = _per_step(steps, steps.loss_mask_N)
         """Tokens that the policy sampled."""
         self.bad = _per_step(steps, steps.loss_mask_N & ~np.isfinite(steps.logprobs_N))
         """Sampled tokens whose log-probability is not a finite number."""
-        self.bytes_per_token = bytes_per_token
+        bytes_K = np.diff(steps.offsets_K) * bytes_per_token
+        if steps.support_size_N is not None and steps.support_U is not None:
+            bytes_K += np.diff(nested_offsets(steps.support_size_N)[steps.offsets_K]) * steps.support_U.itemsize
+        self.n_bytes = bytes_K.tolist()
+        """Bytes of each step's tokens."""
 
 
 class _Received(NamedTuple):
@@ -161,7 +165,6 @@ def _addition(received: _Received) -> Addition | Refusal | None:
     highest = max((*indices, *known.indices), default=-1)
     if n_steps is not None and highest >= n_steps:
         return Refusal(RefusalReason.STEP_ORDER, f"{received.id}/step={highest}", n_steps)
-    n_tokens = sum(columns.offsets[k + 1] - columns.offsets[k] for k in items)
     addition = Addition(
         received.id.group_id,
         received.id.sample,
@@ -169,7 +172,7 @@ def _addition(received: _Received) -> Addition | Refusal | None:
         indices,
         tokens=sum(columns.sampled[k] for k in items),
         bad_tokens=sum(columns.bad[k] for k in items),
-        n_bytes=n_tokens * columns.bytes_per_token
+        n_bytes=sum(columns.n_bytes[k] for k in items)
         + ITEM_BYTES * len(items)
         + (ITEM_BYTES + said_bytes(end) if end else 0),
         end=end,

@@ -16,6 +16,7 @@ from service.columns import (
     columns_of,
     filled,
     lengths_of,
+    nested_offsets,
     of_one_type,
     offsets_of,
     select,
@@ -205,6 +206,7 @@ def _fields_of_both(table: Steps | Rows) -> Iterator[dict[str, Any]]:
     names = ("uid", "stop_reason", "prompt_length", "temperature", "has_logprobs")
     items = zip(*(getattr(table, f"{name}_{columns.axis}").tolist() for name in names), strict=True)
     bounds = pairwise(getattr(table, columns.ragged[0][0]).tolist())
+    at_N = None if table.support_size_N is None else nested_offsets(table.support_size_N)
     for of, (start, stop), item in zip(trajectory_ids(table), bounds, items, strict=True):
         uid, stop_reason, prompt_length, temperature, has_logprobs = item
         response = slice(start + prompt_length, stop)
@@ -219,6 +221,10 @@ def _fields_of_both(table: Steps | Rows) -> Iterator[dict[str, Any]]:
             "temperature": temperature,
             "stop_reason": table.stop_reasons[stop_reason],
             "routed_experts": None if table.routed_experts_N is None else table.routed_experts_N[start:stop],
+            "support_size": None if table.support_size_N is None else table.support_size_N[response],
+            "support": None
+            if at_N is None or table.support_U is None
+            else table.support_U[at_N[response.start] : at_N[stop]],
         }
 
 
@@ -261,6 +267,9 @@ def steps_table(steps: Iterable[Step]) -> Steps:
     tokens: dict[str, Any] = {
         column.name: _token_column(column, steps, offsets_K.tolist()) for column in columns_of(Steps).tokens
     }
+    for column in columns_of(Steps).nested:
+        given = [values for step in steps if (values := getattr(step, column.name[:-2])) is not None]
+        tokens[column.name] = np.concatenate(of_one_type(column, given)) if given else None
     return Steps(offsets_K=offsets_K, **_item_columns(Steps, [_item_values(step) for step in steps]), **tokens)
 
 

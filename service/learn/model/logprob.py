@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of chosen tokens. Logits are in memory for only one chunk of tokens at a time.
 
-Axes: `M` tokens that carry loss, `D` hidden size, `V` vocabulary.
+Axes: `M` tokens that carry loss, `D` hidden size, `V` vocabulary, `U` ids of supports.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from service.learn.compile import compiled_on_gpu
+from service.learn.device_batch import Support
 
 CHUNK_ENTRIES = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Number of logits in one chunk: 32 MiB of float32 on CPU; 1 GiB on a GPU, where only large matrix products are
@@ -31,16 +32,19 @@ def token_logprobs(
     token_ids_M: Tensor,
     temperature_M: Tensor,
     chunk_entries: int | None = None,
+    support: Support | None = None,
 ) -> TokenLogprobs:
     """For each token that carries loss, its log-probability, and the entropy of the distribution that predicts it,
-    `softmax(logits / temperature)`. Both are differentiable.
+    `softmax(logits / temperature)` over the token's support. Both are differentiable.
 
     Sums are taken in float32 (float64 for a float64 model), whatever the type of the logits.
     """
     entries = chunk_entries or CHUNK_ENTRIES["cuda" if hidden_MD.is_cuda else "cpu"]
     rows = max(1, entries // head_VD.shape[0])
     inverse_M = temperature_M.reciprocal()
-    logprob_M, entropy_M = _ChunkedLogprob.apply(hidden_MD, head_VD, token_ids_M, inverse_M, rows)  # type: ignore[no-untyped-call]
+    logprob_M, entropy_M = _ChunkedLogprob.apply(  # type: ignore[no-untyped-call]
+        hidden_MD, head_VD, token_ids_M, inverse_M, rows, support
+    )
     return TokenLogprobs(logprob_M, entropy_M)
 
 
@@ -114,35 +118,57 @@ def logit_gradient(
     return (gradient * inverse_temperature[:, None]).to(dtype)
 
 
+def _supported(logits: Tensor, tokens: Tensor, support: Support | None, part: slice) -> Tensor:
+    """The logits of some tokens, in place: minus infinity outside of each token's support."""
+    if support is None:
+        return logits
+    row_X = torch.arange(len(logits), device=logits.device)
+    offsets = support.offsets_M[part.start : part.stop + 1]
+    lengths = offsets.diff().to(logits.device, non_blocking=True)
+    row_U = torch.repeat_interleave(row_X, lengths, output_size=int(offsets[-1] - offsets[0]))
+    row = torch.cat((row_X, row_U))
+    column = torch.cat((tokens[part], support.ids_U[int(offsets[0]) : int(offsets[-1])].long()))
+    kept = logits[row, column]
+    logits.masked_fill_(support.truncated_M[part, None], -torch.inf)
+    logits[row, column] = kept
+    return logits
+
+
 class _ChunkedLogprob(torch.autograd.Function):
     """Saves the hidden states and the log-normalisers; the backward pass recomputes the logits."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor, inverse_temperature: Tensor, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        tokens: Tensor,
+        inverse_temperature: Tensor,
+        rows: int,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor]:
         inverse_temperature = inverse_temperature.to(accumulation_dtype(hidden.dtype))
         logprob, entropy, normaliser = (torch.empty_like(inverse_temperature) for _ in range(3))
         for start in range(0, len(tokens), rows):
             part = slice(start, start + rows)
-            logits = _product(hidden[part], head.t())
+            logits = _supported(_product(hidden[part], head.t()), tokens, support, part)
             found = statistics(logits, tokens[part], inverse_temperature[part])
             logprob[part], entropy[part], normaliser[part] = found
         ctx.save_for_backward(hidden, head, tokens, inverse_temperature, normaliser, entropy)
-        ctx.rows = rows
+        ctx.rows, ctx.support = rows, support
         return logprob, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden, head, *of_tokens = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
         is_trained = ctx.needs_input_grad[1]
         of_head = torch.zeros_like(head, dtype=accumulation_dtype(head.dtype)) if is_trained else None
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
-            logits = _product(hidden[part], head.t())
+            logits = _supported(_product(hidden[part], head.t()), of_tokens[0], ctx.support, part)
             of_logits = logit_gradient(logits, hidden.dtype, *(value[part] for value in (*of_tokens, *gradients)))
             of_hidden[part] = of_logits @ head
             if of_head is not None:
                 _add_product(of_head, of_logits.t(), hidden[part])
-        return of_hidden, None if of_head is None else of_head.to(head.dtype), None, None, None
+        return of_hidden, None if of_head is None else of_head.to(head.dtype), None, None, None, None

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Pret
 from service.config.learn import LoraConfig, TrainerConfig
 from service.errors import UserError
 from service.learn.compile import compile_layers
-from service.learn.device_batch import DeviceBatch
+from service.learn.device_batch import DeviceBatch, Support
 from service.learn.model import attention
 from service.learn.model.delta_net import use_packed_rows
 from service.learn.model.hf_config import logit_scale
@@ -70,9 +70,11 @@ class Head(nn.Module):
         super().__init__()
         self.weight = weight
 
-    def forward(self, hidden_MD: Tensor, token_ids_M: Tensor, temperature_M: Tensor) -> TokenLogprobs:
+    def forward(
+        self, hidden_MD: Tensor, token_ids_M: Tensor, temperature_M: Tensor, support: Support | None
+    ) -> TokenLogprobs:
         """The log-probabilities and entropies of `token_logprobs`, with the weight of this head."""
-        return token_logprobs(hidden_MD, self.weight, token_ids_M, temperature_M)
+        return token_logprobs(hidden_MD, self.weight, token_ids_M, temperature_M, support=support)
 
 
 class PolicyModel(nn.Module):
@@ -96,8 +98,9 @@ class PolicyModel(nn.Module):
         hidden_MD = output.last_hidden_state.flatten(0, 1).index_select(0, micro.state_M)
         temperature_M = micro.row_to_tokens(micro.temperature_R) / self._logit_scale
         if self.lm_head is None:
-            return token_logprobs(hidden_MD, self.model.embed_tokens.weight, micro.token_ids_M, temperature_M)
-        logprobs: TokenLogprobs = self.lm_head(hidden_MD, micro.token_ids_M, temperature_M)
+            head_VD = self.model.embed_tokens.weight
+            return token_logprobs(hidden_MD, head_VD, micro.token_ids_M, temperature_M, support=micro.support)
+        logprobs: TokenLogprobs = self.lm_head(hidden_MD, micro.token_ids_M, temperature_M, micro.support)
         return logprobs
 
     @property

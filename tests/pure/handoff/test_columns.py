@@ -11,11 +11,16 @@ from pathlib import Path
 import numpy as np
 
 import service
-from service.columns import concat, select, widened
-from service.handoff.steps.tables import ends_table, steps_table
+from service.columns import concat, nested_offsets, select, widened
+from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.ledger.scores import CompleteGroup
+from service.handoff.ledger.state import VersionHistory
+from service.handoff.steps.tables import ends_table, same_step, step_group, steps_table
+from service.handoff.steps.wire import decode, decode_mini_batch, encode, encode_mini_batch
+from service.handoff.validate import refusal
 from service.rollout.step_sinks import StepColumns
-from service.types import Step, TrajectoryId
-from tests.pure.handoff.worlds import end, episode, step
+from service.types import Step, StepGroup, TrajectoryEnd, TrajectoryId
+from tests.pure.handoff.worlds import LIMITS, SENDER, end, episode, shared, step
 
 NEW_COLUMN = """
     entropy_N: Annotated[Float32s | None, About("entropy of the sampling distribution", fill=0)] = None
@@ -97,6 +102,48 @@ def test_experts_that_one_table_has_as_bytes_and_another_as_int16_are_joined_as_
         assert table.routed_experts_N is not None and table.routed_experts_N.dtype == np.int16
         halves = np.split(table.routed_experts_N, [joined.offsets_K[2]])
         assert all((half[::2] == -1).all() and (half[1::2] == [7, 255]).all() for half in halves)
+
+
+def of_token(token_id: int) -> list[int]:
+    """The other tokens of the support that a token has in these tests; a third of the tokens have none."""
+    return [token_id + n for n in range(1, token_id % 9 - 1)]
+
+
+def test_supports_stay_with_their_tokens_from_the_generator_to_the_trainer() -> None:
+    steps, ends = list[Step](), list[TrajectoryEnd]()
+    for sample in range(4):
+        own = shared(episode(np.random.default_rng(sample), 5, TrajectoryId(0, sample)))
+        own = [replace(step, versions=np.zeros_like(step.versions)) for step in own]
+        ends.append(end(TrajectoryId(0, sample), steps=len(own)))
+        steps += [supported(step) for step in own] if sample else own  # one that was not truncated
+    message = step_group(SENDER, steps, ends)
+    again = decode(encode(message), LIMITS)
+    assert isinstance(again, StepGroup) and refusal(again, replace(LIMITS, vocab_size=1010)) is None
+    assert all(same_step(message.steps, k, again.steps, k) for k in range(len(steps)))
+    other = again.steps.support_U + again.steps.support_size_N.max()  # type: ignore[operator,union-attr]
+    k = int(np.flatnonzero(np.diff(nested_offsets(again.steps.support_size_N)[again.steps.offsets_K]))[0])  # type: ignore[arg-type]
+    assert not same_step(replace(again.steps, support_U=other), k, again.steps, k)
+    joined = concat([select(again.steps, part) for part in np.array_split(np.arange(len(steps))[::-1], 5)])
+    settings = BatchSettings(ranks=2, token_budget=64, estimator="grpo_no_std", mode="tree")
+    batch = form_mini_batch(1, [CompleteGroup(0, "a", joined, again.ends)], VersionHistory(), settings)
+    n_tokens = 0
+    for micro in [micro for rank in decode_mini_batch(encode_mini_batch(batch)).ranks for micro in rank]:
+        sizes_N, others_U, at_N = micro.support_size_N, micro.support_U, nested_offsets(micro.support_size_N)  # type: ignore[arg-type]
+        assert sizes_N is not None and others_U is not None and at_N[-1] == len(others_U)
+        for n in np.flatnonzero(micro.loss_mask_N & (sizes_N > 0)).tolist():
+            others = of_token(int(micro.token_ids_N[n]))
+            assert others_U[at_N[n] : at_N[n + 1]].tolist() == others and sizes_N[n] == len(others) + 1
+            n_tokens += 1
+    assert n_tokens == sum(int((step.support_size > 0).sum()) for step in steps if step.support_size is not None) > 0
+
+
+def supported(step: Step) -> Step:
+    """The step as if a sampler had truncated: each sampled token with its support."""
+    token_ids = [int(token_id) for token_id in step.response_ids]
+    sizes = [0 if token_id % 3 == 0 else len(of_token(token_id)) + 1 for token_id in token_ids]
+    others = [other for token_id, size in zip(token_ids, sizes, strict=True) if size for other in of_token(token_id)]
+    sizes = np.where(step.loss_mask, sizes, 0)
+    return replace(step, support_size=sizes.astype(np.uint16), support=np.array(others, np.uint16))
 
 
 def routed_as(dtype: type[np.generic], steps: list[Step]) -> list[Step]:

@@ -52,6 +52,12 @@ def test_the_good_message_may_enter() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], StepGroup], RefusalReason]] = {
+    "supports that do not add up": (lambda: supported([0, 1, 3], [5]), R.LENGTH_MISMATCH),
+    "a support of all": (lambda: supported([0, 1, 513], list(range(100, 612))), R.TOO_LARGE),
+    "a support with its token": (lambda: supported([0, 1, 3], [5, 7]), R.MALFORMED),
+    "a support with a token twice": (lambda: supported([0, 1, 3], [9, 9]), R.MALFORMED),
+    "a support beyond the vocabulary": (lambda: supported([0, 1, 2], [1 << 30]), R.TOKEN_RANGE),
+    "a support of a prompt": (lambda: support_of_a_prompt(), R.MALFORMED),
     "nothing in it": (lambda: step_group(SENDER, [], []), R.EMPTY),
     "no sender's name": (lambda: replace(GOOD, sender=Sender("", 1, 0)), R.IDENTITY),
     "negative incarnation": (lambda: replace(GOOD, sender=Sender("g", -1, 0)), R.IDENTITY),
@@ -107,6 +113,24 @@ REFUSED: dict[str, tuple[Callable[[], StepGroup], RefusalReason]] = {
 def routed(layers: int, topk: int, expert: int = 0) -> Step:
     n_tokens = len(STEPS[0].prompt_ids) + len(STEPS[0].response_ids)
     return replace(STEPS[0], routed_experts=np.full((n_tokens, layers, topk), expert, np.int16))
+
+
+def supported(sizes: list[int], others: list[int], token_ids: list[int] | None = None) -> StepGroup:
+    """A step of three sampled tokens with these supports."""
+    ids = token_ids or [5, 6, 7]
+    made = step(0, [1, 2], ids)
+    return with_steps(replace(made, support_size=np.array(sizes, np.uint16), support=np.array(others, np.int32)))
+
+
+def test_a_good_support_may_enter() -> None:
+    assert refusal(supported([0, 1, 3], [5, 9]), LIMITS) is None
+
+
+def support_of_a_prompt() -> StepGroup:
+    message = supported([0, 1, 1], [])
+    sizes_N = message.steps.support_size_N.copy()  # type: ignore[union-attr]
+    sizes_N[0] = 1
+    return replace(message, steps=replace(message.steps, support_size_N=sizes_N))
 
 
 def prompt_with_loss() -> StepGroup:

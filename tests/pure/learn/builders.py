@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,21 @@ def micro_batch(rows: Sequence[MadeRow]) -> MicroBatch:
         temperature_R=np.array([row.temperature for row in rows], np.float32),
         trajectory_of_row_R=np.array([row.trajectory for row in rows], np.int32),
     )
+
+
+def with_supports(micro: MicroBatch) -> MicroBatch:
+    """The micro-batch with random supports: none, the token alone, the whole vocabulary or some; those of a token
+    depend on its id and its place in the row, so that every cut of a row has the same."""
+    sizes = np.zeros(len(micro.token_ids_N), np.uint16)
+    ids = [np.zeros(0, np.uint16)]
+    for start, stop in pairwise(micro.offsets_R.tolist()):
+        for n in (start + np.flatnonzero(micro.loss_mask_N[start:stop])).tolist():
+            rng = np.random.default_rng([n - start, int(micro.token_ids_N[n])])
+            others = np.delete(np.arange(VOCABULARY), micro.token_ids_N[n])
+            size = int(rng.choice([0, 1, VOCABULARY, rng.integers(2, VOCABULARY)]))
+            sizes[n] = size
+            ids.append(np.sort(rng.permutation(others)[: max(size, 1) - 1]).astype(np.uint16))
+    return replace(micro, support_size_N=sizes, support_U=np.concatenate(ids))
 
 
 def mini_batch(ranks: Sequence[Sequence[Sequence[MadeRow]]], trajectories: int, prompts: int = 2) -> MiniBatch:

@@ -5,13 +5,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from service.errors import UserError
 from service.learn import attention_layout
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner
+from service.learn.model import logprob
 from service.learn.model.logprob import token_logprobs
-from tests.pure.learn.builders import CPU, MadeRow, made_row, made_rows, micro_batch, row_by_row, settings
+from tests.pure.learn.builders import (
+    CPU,
+    VOCABULARY,
+    MadeRow,
+    made_row,
+    made_rows,
+    micro_batch,
+    row_by_row,
+    settings,
+    with_supports,
+)
+from tests.pure.learn.outcomes import PACKED, SHARED, exact
+from tests.pure.learn.trees import tree_rows
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -66,6 +80,39 @@ def test_log_probabilities_in_chunks_have_the_gradient_of_the_whole_table(chunk:
     whole = (of_logprob * expected_logprob + of_entropy * expected_entropy).sum()
     for gradient, expected in zip(ours, torch.autograd.grad(whole, (hidden, head)), strict=True):
         torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("layout", [PACKED, "padded", SHARED])
+def test_supports_give_the_loss_and_gradient_of_a_whole_table_that_is_masked(
+    model_folder: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact(monkeypatch)
+    monkeypatch.setitem(logprob.CHUNK_ENTRIES, "cpu", 7 * VOCABULARY)
+    rows = [row for row in tree_rows(3, trajectories=16, most=24) if len(row.token_ids) > 1]
+    micro = with_supports(micro_batch(rows))
+    batch = DeviceBatch.of(micro, DeviceSettings(CPU, torch.float64, layout=layout))
+    assert batch.support is not None and len(batch.token_ids_M) > 100
+    model = Learner(settings(trainer={"layout": layout}, dtype="float64"), model_folder, CPU, 0, 1).policy.model
+    weight_XM = torch.randn(2, len(batch.token_ids_M), dtype=torch.float64)
+    loss = (weight_XM * torch.stack(model(batch))).sum()
+    loss.backward()
+
+    whole = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="sdpa", dtype=torch.float64)
+    whole.model.embed_tokens.padding_idx = None  # with one, that token would have no gradient
+    tables = [whole(torch.from_numpy(row.token_ids).long()[None]).logits[0] for row in rows]
+    table_MV = torch.cat(tables)[batch.loss_token_M - 1] / batch.row_to_tokens(batch.temperature_R)[:, None]
+    for m, (n, at) in enumerate(zip(batch.loss_token_M.tolist(), batch.support.offsets_M.tolist(), strict=False)):
+        if size := int(micro.support_size_N[n]):  # type: ignore[index]
+            allowed = [*micro.support_U[at : at + size - 1].tolist(), int(micro.token_ids_N[n])]  # type: ignore[index]
+            table_MV[m, np.delete(np.arange(VOCABULARY), allowed)] = -1e300
+    table_MV = table_MV.log_softmax(-1)
+    expected_M = table_MV.gather(1, batch.token_ids_M[:, None])[:, 0]
+    entropy_M = -(table_MV.exp() * table_MV).sum(-1)
+    expected = (weight_XM * torch.stack((expected_M, entropy_M))).sum()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(dict(model.named_parameters())[name].grad, parameter.grad, rtol=1e-9, atol=1e-9)
 
 
 def test_a_vocabulary_entry_that_cannot_occur_leaves_gradients_finite() -> None:

@@ -19,7 +19,7 @@ from service.learn.model.tiny_model import make_model
 from service.learn.settings import LearnSettings
 from service.learn.supervised import SupervisedSteps
 from service.types import MiniBatch, SupervisedRow
-from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
+from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings, with_supports
 from tests.pure.learn.families import replayed, saved
 from tests.pure.learn.outcomes import PACKED, SHARED, Outcome, assert_same, configured, exact, moved, outcome
 from tests.pure.learn.ranks import Ranks
@@ -46,7 +46,14 @@ def exactly(monkeypatch: pytest.MonkeyPatch) -> None:
 def tree_batch(seed: int) -> MiniBatch:
     rows = tree_rows(seed, TRAJECTORIES)
     half = len(rows) // 2
-    return mini_batch([[rows[:half], rows[half:]]], TRAJECTORIES)
+    return supported(mini_batch([[rows[:half], rows[half:]]], TRAJECTORIES), seed)
+
+
+def supported(batch: MiniBatch, seed: int) -> MiniBatch:
+    """The mini-batch of a seed: with supports if the seed is odd."""
+    return (
+        replace(batch, ranks=tuple(tuple(map(with_supports, micros)) for micros in batch.ranks)) if seed % 2 else batch
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -102,7 +109,7 @@ class Case(NamedTuple):
         of_part = [[row for row in rows if row.trajectory % parts == part] for part in range(parts)]
         ranks = [[mine[: len(mine) // 2], mine[len(mine) // 2 :]] for mine in of_part]
         ranks[-1] = [[row for micro in ranks[-1] for row in micro], []]
-        batch = mini_batch(ranks, TRAJECTORIES)
+        batch = supported(mini_batch(ranks, TRAJECTORIES), seed)
         if not self.experts:
             return batch
         return replace(batch, ranks=tuple(tuple(replayed(micro, 3, 0.3) for micro in micros) for micros in batch.ranks))
