@@ -171,17 +171,6 @@ def engine(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: py
     ray.kill(engine)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(engine: Any, temperature: float) -> None:
-    ray.get(update(engine, 0, weights_of(dense(0))))
-    prompts = [prompt(seed) for seed in range(4)]
-    sampling = Sampling(max_tokens=40, temperature=temperature)
-    generations = ray.get([engine.generate.remote(p, sampling, "r") for p in prompts])
-    for p, generation in zip(prompts, generations, strict=True):
-        assert len(generation.token_ids) == len(generation.logprobs) == len(generation.versions) > 0
-        assert difference(dense(0), p, generation, temperature) < ATOL
-
-
 def test_at_temperature_zero_the_likeliest_tokens_come_back_also_after_the_longest_prompt(engine: Any) -> None:
     longest = np.resize(prompt(0), CONFIG.generator.max_input_length)
     sampling = Sampling(max_tokens=CONFIG.generator.max_generate_length - 1, temperature=0.0)

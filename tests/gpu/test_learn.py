@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from service.learn.attention_layout import Packing
-from service.learn.device_batch import DeviceBatch, DeviceSettings, expand_to_tokens, row_of_token
+from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner
 from service.learn.model import flash, logprob
 from service.learn.model.attention import packed_attention
@@ -111,20 +111,6 @@ def test_the_gradient_of_the_head_is_added_up_over_chunks_as_on_cpu() -> None:
         gradients.append([x.grad.float().cpu() for x in inputs])
     for expected, ours in zip(*gradients, strict=True):
         assert (ours - expected).norm() <= 2e-2 * expected.norm()
-
-
-def test_values_expand_to_the_same_tokens_as_on_cpu() -> None:
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(0, 50, 200)
-    bounds = torch.from_numpy(np.cumsum([0, *lengths]))
-    value_G = torch.from_numpy(rng.normal(size=40).astype(np.float32))
-    trajectory_R = torch.from_numpy(rng.integers(-1, 40, 200))
-    mask_N = torch.from_numpy(rng.random(lengths.sum()) < 0.5)
-    results = []
-    for device in (CPU, CUDA):
-        row_N = row_of_token(bounds.to(device), int(lengths.sum()))
-        results.append(expand_to_tokens(value_G.to(device), trajectory_R.to(device), row_N, mask_N.to(device)).cpu())
-    assert torch.equal(*results)
 
 
 def outcome(folder: Path, device: torch.device, dtype: str, **trainer: Any) -> tuple[float, torch.Tensor]:

@@ -20,14 +20,10 @@ from service.learn.learner import Learner
 from service.types import MiniBatch
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 from tests.pure.learn.families import replayed, saved
-from tests.pure.learn.varlen import as_on_gpu, eager_graphs, use_flash4
+from tests.pure.learn.varlen import COMPILER_WARNS, as_on_gpu, eager_graphs, use_flash4
 
 GPU = torch.device("cuda")
-pytestmark = [
-    # what torch's compiler warns about on its own way
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = COMPILER_WARNS
 
 
 @pytest.fixture(autouse=True)

@@ -33,15 +33,6 @@ IN_ATTENTION = LORA.model_copy(update={"targets": ATTENTION})
 KL: dict[str, Any] = {"kl_coef": 0.5, "kl_estimator": "k2", "entropy_coef": 0.01}
 
 
-def configured(
-    lora: LoraConfig | None = LORA,
-    dtype: str = "float64",
-    algorithm: dict[str, Any] | None = None,
-    trainer: dict[str, Any] | None = None,
-) -> LearnSettings:
-    return settings(algorithm, trainer, dtype=dtype, lora=lora)
-
-
 def learner(config: LearnSettings, folder: Path, rank: int = 0, world_size: int = 1, moved: bool = True) -> Learner:
     """A learner whose adapter is not nothing any more, the same on any number of ranks."""
     made = Learner(config, folder, CPU, rank, world_size)
@@ -69,8 +60,8 @@ def lora_of(folder: Path) -> LoraConfig:
 def test_the_gradients_are_those_of_the_merged_weights_by_the_chain_rule(family: Path) -> None:
     batch = mini_batch([[made_rows(4, seed=61)]], trajectories=4)
     lora = lora_of(family)
-    ours = learner(configured(lora, trainer={"gradient_checkpointing": True}), family)
-    theirs = learner(configured(None), family)
+    ours = learner(settings(trainer={"gradient_checkpointing": True}, dtype="float64", lora=lora), family)
+    theirs = learner(settings(dtype="float64"), family)
     masters, whole = ours.policy.master_weights.tensors, theirs.policy.master_weights
     scale = lora.alpha / lora.rank
     with torch.no_grad():
@@ -94,8 +85,8 @@ def test_the_gradients_are_those_of_the_merged_weights_by_the_chain_rule(family:
 
 def test_an_adapter_begins_as_nothing_and_only_it_is_trained(family: Path) -> None:
     batch = mini_batch([[made_rows(4, seed=61)]], trajectories=4)
-    ours = learner(configured(lora_of(family), "float32"), family, moved=False)
-    plain = learner(configured(None, "float32"), family)
+    ours = learner(settings(lora=lora_of(family)), family, moved=False)
+    plain = learner(settings(), family)
     assert ours.accumulate(batch).totals()["loss"] == plain.accumulate(batch).totals()["loss"]
     ours.policy.master_weights.drop_gradients()
     before = {name: p.detach().clone() for name, p in ours.policy.model.named_parameters()}
@@ -108,7 +99,7 @@ def test_an_adapter_begins_as_nothing_and_only_it_is_trained(family: Path) -> No
 def of_rank(rank: int, world_size: int, folder: Path, batch: MiniBatch) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         exact(patch)
-        return outcome(learner(configured(algorithm=KL), folder, rank, world_size), batch)
+        return outcome(learner(settings(KL, dtype="float64", lora=LORA), folder, rank, world_size), batch)
 
 
 def test_ranks_leave_the_adapters_gradient_as_it_is(
@@ -116,7 +107,8 @@ def test_ranks_leave_the_adapters_gradient_as_it_is(
 ) -> None:
     exact(monkeypatch)
     rows = reference()
-    expected = outcome(learner(configured(algorithm=KL), model_folder), mini_batch([[rows]], TRAJECTORIES))
+    alone = learner(settings(KL, dtype="float64", lora=LORA), model_folder)
+    expected = outcome(alone, mini_batch([[rows]], TRAJECTORIES))
     for ours in ranks(2, of_rank, model_folder, batch_in(2, cut(rows))):
         assert_same(ours, expected, 1e-9)
 
@@ -124,7 +116,7 @@ def test_ranks_leave_the_adapters_gradient_as_it_is(
 def held_on_rank(rank: int, world_size: int, folder: Path) -> tuple[set[str], set[str], bool, dict[str, Any]]:
     """A step in bfloat16: the types of the base and of the masters, whether it was applied, and the adapter that the
     rank began with."""
-    made = learner(configured(dtype="bfloat16"), folder, rank, world_size, moved=False)
+    made = learner(settings(dtype="bfloat16", lora=LORA), folder, rank, world_size, moved=False)
     types = {str(p.dtype) for name, p in made.policy.model.named_parameters() if not name.endswith((A, B))}
     begun = {name: tensor.float().tolist() for name, tensor in (made.policy.weights() or {}).items()}
     report = made.step(batch_in(world_size, made_rows(4, seed=61), 4))
@@ -142,8 +134,8 @@ def test_a_bfloat16_base_stays_so_beside_a_float32_adapter_on_any_number_of_rank
 
 def test_the_reference_of_an_adapter_is_its_base_without_a_copy(model_folder: Path) -> None:
     batch = mini_batch([[made_rows(4, seed=61)]], trajectories=4)
-    ours = learner(configured(dtype="float32", algorithm=KL), model_folder)
-    base = learner(configured(None, "float32"), model_folder)
+    ours = learner(settings(KL, lora=LORA), model_folder)
+    base = learner(settings(), model_folder)
     micros = [ours.policy.to_device(batch.ranks[0][0])]
     reference = ours._frozen.logprobs("reference", micros, 0)[0]
     assert torch.equal(reference, base.policy.logprobs(micros)[0])  # type: ignore[arg-type]
@@ -153,7 +145,7 @@ def test_the_reference_of_an_adapter_is_its_base_without_a_copy(model_folder: Pa
 
 def test_a_reference_that_is_renewed_is_a_copy_of_the_adapter(model_folder: Path) -> None:
     batch = mini_batch([[made_rows(4, seed=61)]], trajectories=4)
-    config = configured(dtype="float32", algorithm=KL | {"reference": {"refresh_every": 2}})
+    config = settings(KL | {"reference": {"refresh_every": 2}}, lora=LORA)
     ours = learner(config, model_folder)
     kl = [ours.step(batch).metrics["policy/reference_kl"] for _ in range(3)]
     assert kl[0] == 0 and kl[1] > 0 and kl[2] == 0
@@ -162,4 +154,4 @@ def test_a_reference_that_is_renewed_is_a_copy_of_the_adapter(model_folder: Path
 def test_experts_get_no_adapter_and_a_target_that_the_model_lacks_is_named(tmp_path: Path) -> None:
     folder = saved("qwen3_moe", tmp_path)
     with pytest.raises(UserError, match=r"has experts.*\[q_proj,k_proj,v_proj,o_proj\]"):
-        learner(configured(LORA), folder)
+        learner(settings(dtype="float64", lora=LORA), folder)

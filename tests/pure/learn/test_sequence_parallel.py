@@ -24,18 +24,14 @@ from tests.pure.learn.families import replayed, saved
 from tests.pure.learn.outcomes import PACKED, SHARED, Outcome, assert_same, configured, exact, moved, outcome
 from tests.pure.learn.ranks import Ranks
 from tests.pure.learn.trees import tree_rows
-from tests.pure.learn.varlen import as_on_gpu, eager_graphs
+from tests.pure.learn.varlen import COMPILER_WARNS, as_on_gpu, eager_graphs
 
 TRAJECTORIES = 5
 FORMS = ["token_mean", "gspo, proximal", "sequence TIS", "masks", "kl k3"]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 SEEDS = range(2)
 CHECKPOINTED, COMPILED, NODES = ("gradient_checkpointing", True), ("compile", True), ("shard_within", "node")
-pytestmark = [
-    # what torch's compiler warns about on its own way
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = COMPILER_WARNS
 
 
 @pytest.fixture(autouse=True)

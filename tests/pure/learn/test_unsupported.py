@@ -111,8 +111,9 @@ ATTENTION, UP = "model.layers.0.self_attn", "model.layers.0.mlp.up_proj.weight"
         ),
         (lambda w: w.update({UP: w[UP].to(torch.float8_e4m3fn)}), r"up_proj\.weight in \S+ is of type F8_E4M3, which"),
         (lambda w: w.pop("model.norm.weight"), r"has no weight 'model\.norm\.weight', which its config\.json asks for"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(33)}), r"model\.norm\.weight"),
     ],
-    ids=["bias", "third layer", "head", "eight bits", "no norm"],
+    ids=["bias", "third layer", "head", "eight bits", "no norm", "shape"],
 )
 def test_weights_that_config_json_does_not_describe_are_refused(
     tmp_path: Path, change: Callable[[Weights], object], reason: str

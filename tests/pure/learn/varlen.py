@@ -16,6 +16,12 @@ from torch.nn.attention import varlen
 from service.learn.device_batch import DeviceBatch
 from service.learn.model import flash
 
+COMPILER_WARNS = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+"""What torch's compiler warns about on its own way."""
+
 
 class Row(NamedTuple):
     """A row's queries, keys and values [heads, T, head_dim], and its attention: causal, aligned at the end."""

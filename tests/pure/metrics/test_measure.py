@@ -20,7 +20,8 @@ from service.observe.measure import (
 )
 from service.observe.metrics import AlertThresholds, Metrics
 from service.scorers.reply import REASONS
-from service.types import Extension, MicroBatch, MiniBatch, Step, TrajectoryEnd, TrajectoryId
+from service.types import Extension, MiniBatch, Step, TrajectoryEnd, TrajectoryId
+from tests.pure.learn.builders import MadeRow, mini_batch
 from tests.pure.metrics.test_metrics import value as value_of
 
 
@@ -96,42 +97,25 @@ def test_cut_responses_are_counted_by_turn(metrics: Metrics) -> None:
         assert value(metrics, "baton_truncated_responses_total", turns=turns) == n_truncated
 
 
-def micro_batch(lengths: list[int], trajectories: list[int], staleness: int) -> MicroBatch:
-    n = sum(lengths)
-    return MicroBatch(
-        token_ids_N=np.zeros(n, np.int32),
-        offsets_R=np.concatenate(([0], np.cumsum(lengths))),
-        loss_mask_N=np.arange(n) % 2 == 0,
-        logprobs_N=np.zeros(n, np.float32),
-        staleness_N=np.full(n, staleness, np.int32),
-        temperature_R=np.ones(len(lengths), np.float32),
-        trajectory_of_row_R=np.array(trajectories, np.int32),
-    )
+def row(trajectory: int, length: int, staleness: int) -> MadeRow:
+    zeros = np.zeros(length)
+    tokens, logprobs = zeros.astype(np.int32), zeros.astype(np.float32)
+    return MadeRow(trajectory, tokens, np.arange(length) % 2 == 0, logprobs, np.full(length, staleness, np.int32))
 
 
-def mini_batch(lease: int) -> MiniBatch:
-    one = np.zeros(1)
-    return MiniBatch(
-        lease=lease,
-        groups=(0,),
-        advantage_G=one.astype(np.float32),
-        return_G=one,
-        loss_tokens_G=one.astype(np.int64),
-        rows_G=one.astype(np.int32),
-        prompt_of_trajectory_G=one.astype(np.int32),
-        ranks=((micro_batch([10, 20], [0, 1], 0),), (micro_batch([30, 2], [2, -1], 3),)),
-        metrics={},
-    )
+def leased(lease: int) -> MiniBatch:
+    """Of two ranks; the last row is a dummy."""
+    return replace(mini_batch([[[row(0, 10, 0), row(1, 20, 0)]], [[row(2, 30, 3), row(-1, 2, 3)]]], 3), lease=lease)
 
 
 def test_a_batch_is_measured_once_when_its_step_is_committed_and_dummy_rows_are_not(metrics: Metrics) -> None:
     batches = LeasedBatches(metrics)
-    batches.leased(mini_batch(1))
+    batches.leased(leased(1))
     batches.released(1)
     batches.committed(1)
     assert b"baton_row_length_tokens" not in metrics.snapshot()
-    batches.leased(mini_batch(2))
-    batches.leased(mini_batch(2))
+    batches.leased(leased(2))
+    batches.leased(leased(2))
     batches.committed(2)
     batches.committed(2)
     assert value(metrics, "baton_row_length_tokens_count") == 3
