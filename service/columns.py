@@ -267,15 +267,20 @@ def of_one_type(column: Column, arrays: list[Any]) -> list[Any]:
     return arrays if same else [widened(array) for array in arrays]
 
 
+def unknown(experts: Any) -> Any:
+    """[..., k] -> [...] True where expert numbers, an array or a tensor, are unknown: k times 255 in unsigned bytes,
+    because known ones differ, else -1."""
+    return (experts == NO_BYTE).all(-1) if experts.dtype.itemsize == 1 else (experts < 0).any(-1)
+
+
 def widened(array: NDArray[Any]) -> NDArray[Any]:
-    """Token ids as int32; or expert numbers `[..., k]` as int16, where k times 255 in a uint8 array are unknown experts
-    (-1): known ones differ."""
+    """Token ids as int32; or expert numbers `[..., k]` as int16, with -1 for unknown experts."""
     if array.dtype == np.uint16:
         return array.astype(np.int32)
     if array.dtype != np.uint8:
         return array
     wide = array.astype(np.int16)
-    wide[(array == NO_BYTE).all(-1)] = -1
+    wide[unknown(array)] = -1
     return wide
 
 

@@ -44,8 +44,8 @@ class Checkpointer:
         """Whether the ranks have the state of step 0 as soon as they have loaded the model."""
         self._writing: asyncio.Task[None] | None = None
         """The task that completes the newest checkpoint."""
-        self.completes = False
-        """Whether a checkpoint's files are written, but the buffer has not been notified of the checkpoint yet."""
+        self._has_files = False
+        """Whether the ranks have written the files of the newest checkpoint, or it needs none."""
 
     def path(self, step: int) -> Path:
         """Return the folder of the ranks' files in the checkpoint of a step."""
@@ -54,6 +54,11 @@ class Checkpointer:
     def newest(self) -> Manifest | None:
         """Return the newest complete checkpoint."""
         return self._checkpoints.newest()
+
+    @property
+    def completes(self) -> bool:
+        """Return whether a checkpoint's files are written, but the buffer has not been notified of it yet."""
+        return self._has_files and self._writing is not None and not self._writing.done()
 
     async def resume(self, manifest: Manifest) -> None:
         """Let the buffer continue from a checkpoint; `UserError` if the journal is of another run, or ends before the
@@ -84,14 +89,13 @@ class Checkpointer:
         await self.settle()
         if step and step == self._begun_at:  # writing it again would delete the complete one first
             return
-        self._begun_at = step
+        self._begun_at, self._has_files = step, not step and self._is_model_folder
         at = time.monotonic()
         status = await call(self._buffer.status, who="the buffer")
         folder = await asyncio.to_thread(self._checkpoints.begin, step)
-        has_files = step > 0 or not self._is_model_folder
-        if has_files:
+        if not self._has_files:
             await self._trainer.save(folder / TRAINER)
-        self._writing = asyncio.ensure_future(self._complete(step, status["journal_synced"], at, has_files))
+        self._writing = asyncio.ensure_future(self._complete(step, status["journal_synced"], at))
         may_be_dropped(self._writing)
 
     async def settle(self) -> None:
@@ -100,17 +104,16 @@ class Checkpointer:
             await asyncio.shield(self._writing)
             self._writing = None
 
-    async def _complete(self, step: int, journal_position: int, at: float, has_files: bool) -> None:
+    async def _complete(self, step: int, journal_position: int, at: float) -> None:
         """Wait for the files of the ranks, write the manifest, and notify the buffer."""
-        if has_files:
+        if not self._has_files:
             await self._trainer.finish_save()
-        self.completes = True  # also if the trainer is lost now
+        self._has_files = True  # also if the trainer is lost now
         oldest_kept = await asyncio.to_thread(self._checkpoints.finish, step, journal_position)
         await call(self._buffer.covered, step, oldest_kept, who="the buffer")
         self._checkpointed(step, at)
         if self._uploads is not None:
             await self._upload(self._uploads, step)
-        self.completes = False
 
     async def _upload(self, uploads: Uploads, step: int) -> None:
         for _ in range(UPLOAD_ATTEMPTS):
@@ -126,7 +129,7 @@ class Checkpointer:
     async def abandon(self) -> None:
         """Discard the unfinished checkpoint, because the ranks that were writing it died."""
         writing, self._writing = self._writing, None
-        if writing is not None and self.completes:
+        if writing is not None and self._has_files:
             await writing
         elif writing is not None:
             writing.cancel()

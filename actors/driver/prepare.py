@@ -8,8 +8,8 @@ from service.config import Config
 from service.config.checks import check_bytes
 from service.learn.model.router_replay import routing_of_model
 from service.model_folder import head_rows
-from service.plan.gpu_memory import FitSettings, refuse_too_large
 from service.plan.kv_cache import check_engine
+from service.plan.memory import FitSettings, refuse_too_large
 from service.rollout.chat.chat import load_chat
 from service.rollout.check_inputs import check_environments
 from service.rollout.prompts.dataset import load_tasks
@@ -45,7 +45,8 @@ def prepare(config: Config, folder: Path) -> Prepared:
     check_bytes(config, routing.token_bytes)
     check_engine(hf_config, config.generator, config.model.dtype)
     checked_shapes(model, model_folder, hf_config)
-    if (host := refuse_too_large(FitSettings.of(config), model_folder)) is not None:
+    memory = refuse_too_large(FitSettings.of(config), model_folder)
+    if memory is not None and (host := memory.host_note()) is not None:
         say(f"NOTE {host}")
     warmed = warmed_model(model, folder)
     return Prepared(tasks_file, tasks, model_folder, head_rows(model_folder), routing, evals, warmed)

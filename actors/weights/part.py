@@ -17,12 +17,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-import torch
-
 from actors.weights.memory import PAGE
-
-TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-"""Names of the weights' dtypes, as written in the header of a weights file."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from math import prod
 from threading import Lock
@@ -13,13 +12,11 @@ from torch import Tensor
 
 from actors.weights.memory import NO_VERSION, WeightMemory
 from actors.weights.nixl_reads import NixlAgent, ReadFailed, RemoteMemory
-from actors.weights.part import TYPES, Source, WeightBucket, WeightPart
+from actors.weights.part import Source, WeightBucket, WeightPart
 from actors.weights.policy_tensors import Octets, checksum_of
+from service.learn.checkpoint import file_header
 from service.learn.model.host_copies import finish_copies, register
 from service.learn.model.sharding import WeightRows
-
-ALIGNED = 8
-"""Alignment, in bytes, of the start of the data in the weights file."""
 
 
 class PartBuffers:
@@ -89,7 +86,7 @@ def _pieces(
 ) -> Iterator[tuple[int, Tensor, torch.dtype]]:
     """Yield a rank's tensors in the order of the file, each with its byte offset and dtype there; rank 0 also yields
     the header, first."""
-    header = _header(weights, dtype)
+    header = file_header({name: (dtype, shape) for name, (shape, _, _) in weights.items()})
     if rank == 0:
         yield 0, torch.from_numpy(np.frombuffer(bytearray(header), np.uint8)), torch.uint8
     at = len(header)
@@ -97,13 +94,3 @@ def _pieces(
         if rows.numel():
             yield at + first * prod(shape[1:]) * dtype.itemsize, rows, dtype
         at += prod(shape) * dtype.itemsize
-
-
-def _header(weights: Mapping[str, WeightRows], dtype: torch.dtype) -> bytes:
-    tensors, end = dict[str, object](), 0
-    for name, (shape, _, _) in weights.items():
-        start, end = end, end + prod(shape) * dtype.itemsize
-        tensors[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(tensors).encode()
-    text += b" " * (-len(text) % ALIGNED)
-    return len(text).to_bytes(8, "little") + text

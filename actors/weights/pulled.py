@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from actors.weights.memory import OpenMemory
-from actors.weights.part import TYPES, Source, WeightPart
+from actors.weights.part import Source, WeightPart
 from service.errors import WeightsGone
+from service.learn.checkpoint import TYPES
 from service.learn.model.host_copies import register
 
 DTYPES = {name: dtype for dtype, name in TYPES.items()}
@@ -127,7 +128,8 @@ class WeightFile:
 
     def follow(self, newer: WeightFile) -> None:
         """Read from a newer file with the same header from now on, also for tensors that exist already."""
-        vars(self).update(vars(newer))
+        self._version, self._sources, self._memories = newer._version, newer._sources, newer._memories
+        self._own, self._spans, self._starts = newer._own, newer._spans, newer._starts
 
     def stored(self) -> dict[str, StoredTensor]:
         """Return the tensors that the file's header lists, by name.

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.gpu.figures import Range
 from benchmarks.gpu.steps import MICRO_BATCHES, ROW_TOKENS, TOKENS, configured
 from benchmarks.shapes import shape_folder
-from service.plan.gpu_memory import GPUS, Size
+from service.plan.memory import GPUS, Size
 
 H100 = GPUS["h100"]
 PRODUCTS, BANDWIDTH = 750e12, 2.8e12

@@ -27,7 +27,7 @@ from service.config.tree import Config
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
 from service.learn.model.policy_model import Checkpointing
-from service.plan.gpu_memory import GPUS, FitSettings, fit
+from service.plan.memory import GPUS, FitSettings, fit
 from service.types import MiniBatch
 
 MICRO_BATCHES = 2

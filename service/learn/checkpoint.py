@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,13 +29,16 @@ from service.errors import UserError
 from service.files import atomic_file, sync, write_atomic
 from service.learn.model.adapter_folder import Base, refuse_other_shapes
 from service.learn.model.host_copies import HostCopies
+from service.learn.model.optimizer import MOMENTS
 from service.learn.model.sharding import shard_bounds
 
 METADATA_FILE = "learner.json"
 CHUNK_BYTES = 64 << 20
 """Bytes that are written before they are synced, so that the driver sees progress on a slow disk too."""
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""Names of the tensors' dtypes in the header of a part."""
+"""Names of the tensors' dtypes in the header of a safetensors file."""
+HEADER_ALIGNED = 8
+"""Alignment, in bytes, of the start of the data in a safetensors file."""
 
 
 class CheckpointMetadata(BaseModel):
@@ -69,6 +73,13 @@ class CheckpointMetadata(BaseModel):
         """Start and end of the rows of a weight that the rank `writer` wrote."""
         return shard_bounds(self.shapes[weight][0], writer, self.world_size)
 
+    def part_shapes(self, writer: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor in the part of the rank `writer`, by `kind/weight`."""
+        rows = {weight: self.rows(weight, writer) for weight in self.shapes}
+        shapes = {weight: (stop - start, *self.shapes[weight][1:]) for weight, (start, stop) in rows.items()}
+        kinds = ("weights", *MOMENTS, *self.frozen)
+        return {f"{kind}/{weight}": shape for kind in kinds for weight, shape in shapes.items()}
+
 
 @contextmanager
 def written(folder: Path) -> Iterator[None]:
@@ -96,7 +107,12 @@ class CheckpointWriter:
     def start(self, folder: Path, tensors: Mapping[str, Tensor], metadata: CheckpointMetadata) -> None:
         """Wait until the previous checkpoint is written, copy tensors and metadata, and begin to write the copies."""
         self.finish()
-        self._writing = self._pool.submit(self._write, folder, self._copies.take(tensors), metadata.text())
+        # the largest elements first, so that every tensor is aligned
+        tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+        of = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        header = file_header(of, {METADATA_FILE: metadata.text()})
+        copies = self._copies.take(tensors.values())
+        self._writing = self._pool.submit(self._write, folder, header, copies, metadata.text())
 
     def finish(self) -> None:
         """Wait until the started checkpoint is on disk; if the write failed, raise its error."""
@@ -112,37 +128,37 @@ class CheckpointWriter:
         self.finish()
         return None
 
-    def _write(self, folder: Path, copies: dict[str, Tensor], metadata: str) -> None:
+    def _write(self, folder: Path, header: bytes, copies: Tensor, metadata: str) -> None:
         file = folder / _file_name(self._rank, self._world_size)
         with written(folder):
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_file(file) as partial:
-                self._write_tensors(partial, copies, metadata)
+                with partial.open("wb") as opened:
+                    opened.write(header)
+                    # not by `save_file` of safetensors, which has it on disk all at once
+                    for chunk in torch.split(copies, CHUNK_BYTES):
+                        opened.write(chunk.numpy().data)
+                        opened.flush()
+                        os.fsync(opened.fileno())
+                        self._n_bytes += len(chunk)
                 if self._rank == 0:
                     write_atomic(folder / METADATA_FILE, metadata + "\n")
             sync(folder)
 
-    def _write_tensors(self, file: Path, tensors: dict[str, Tensor], metadata: str) -> None:
-        """Write a safetensors file chunk by chunk; `save_file` of safetensors has it on disk all at once."""
-        header: dict[str, Any] = {"__metadata__": {METADATA_FILE: metadata}}
-        ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # so that every tensor is aligned
-        stop = 0
-        for name, tensor in ordered:
-            start, stop = stop, stop + tensor.nbytes
-            header[name] = {"dtype": TYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, stop)}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with file.open("wb") as opened:
-            unsynced = opened.write(len(text).to_bytes(8, "little") + text)
-            chunks = (
-                chunk for _, tensor in ordered for chunk in torch.split(tensor.view(-1), CHUNK_BYTES // tensor.itemsize)
-            )
-            for chunk in chunks:
-                unsynced += opened.write(chunk.view(torch.uint8).numpy().data)
-                if unsynced >= CHUNK_BYTES:
-                    opened.flush()
-                    os.fsync(opened.fileno())
-                    self._n_bytes, unsynced = self._n_bytes + unsynced, 0
+
+def file_header(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The header of a safetensors file whose data are these tensors, one after another; `tensors`: the type and shape
+    of each."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    stop = 0
+    for name, (dtype, shape) in tensors.items():
+        start, stop = stop, stop + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": TYPES[dtype], "shape": [*shape], "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % HEADER_ALIGNED)
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_metadata(folder: Path) -> CheckpointMetadata:
@@ -193,11 +209,14 @@ def check_parts(
             )
     remedy = "; resume with the model that it was written with"
     refuse_other_shapes(f"the checkpoint {folder}", metadata.shapes, shapes, remedy)
-    for name in metadata.parts:
+    for writer, name in enumerate(metadata.parts):
         with ExitStack() as stack:
             part = _opened(folder / name, stack)
             if (part.metadata() or {}).get(METADATA_FILE) != metadata.text():
                 raise UserError(f"the checkpoint {folder} is not whole: {name} is of another save than {METADATA_FILE}")
+            found = {tensor: (*part.get_slice(tensor).get_shape(),) for tensor in part.keys()}  # noqa: SIM118
+            if found != metadata.part_shapes(writer):
+                raise UserError(f"the checkpoint {folder} is damaged: {name} has other tensors than {METADATA_FILE}")
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.columns import NO_BYTE, lengths_of, nested_offsets, offsets_of
+from service.columns import lengths_of, nested_offsets, offsets_of
 from service.handoff.batches.pack import PrefixOrder, prefix_order
 from service.learn.attention_layout import Packing, positions_in_rows, to_device
 from service.learn.compile import compiled_on_gpu
@@ -231,8 +231,8 @@ class DeviceBatch(NamedTuple):
         loss_token_M = loss_token_M[own_M]
         experts_NLK, experts_SLK = micro.routed_experts_N, None
         if experts_NLK is not None:
-            unknown = NO_BYTE if experts_NLK.dtype == np.uint8 else ROUTE_NATIVELY
-            experts_SLK = to_device(layout.in_slots(experts_NLK, unknown), device)
+            unknown = np.int64(ROUTE_NATIVELY).astype(experts_NLK.dtype)
+            experts_SLK = to_device(layout.in_slots(experts_NLK, int(unknown)), device)
 
         def copy(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
             return to_device(array, device).to(dtype)

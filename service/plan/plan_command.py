@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase("loading PyTorch", _say):
         from service.learn.model.hf_config import read_config
         from service.learn.model.router_replay import routing_of_model
-        from service.plan.gpu_memory import GPUS, FitSettings
         from service.plan.kv_cache import check_engine
+        from service.plan.memory import GPUS, FitSettings
         from service.plan.splits import SplitTable, Work
 
     if arguments.gpu not in GPUS:
@@ -113,7 +113,7 @@ def _lines(table: SplitTable, problem: str | None, routed: int, gpus: int) -> It
     yield f"a step: {trajectories} trajectories, {tokens:,.0f} tokens, {sampled:,.0f} sampled (of each: {lengths})"
     yield (
         f"journal: {tokens * (TOKEN_BYTES + routed) / 1e9:.2g} GB a step; a checkpoint: "
-        f"{12 * table.fit.size.trained / 1e9:.2g} GB; a weight update: {table.fit.host['final weights'] / 1e9:.2g} GB"
+        f"{table.fit.size.checkpoint / 1e9:.2g} GB; a weight update: {table.fit.host['final weights'] / 1e9:.2g} GB"
     )
     yield f"\n  {'engines':>8} {'ranks':>6} {'training s':>14} {'decoding s':>14} {'step s':>14}  fits"
     splits, configured = table.splits(gpus), (table.settings.generator.max_engines, table.settings.learn.trainer.ranks)

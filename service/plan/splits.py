@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from service.config import BufferConfig
 from service.errors import UserError
-from service.plan.gpu_memory import ENGINE_BYTES, GPUS_OF_A_NODE, FitSettings, Gpu, fit, rank_bytes
+from service.plan.memory import ENGINE_BYTES, GPUS_OF_A_NODE, FitSettings, Gpu, fit, rank_bytes
 
 OF_PEAK, OF_BANDWIDTH, HOST_SECONDS = (0.5, 0.3), (0.8, 0.5), (0.002, 0.01)
 """The fast and the slow end of each rate."""

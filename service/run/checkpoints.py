@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +31,12 @@ TRAINER = "trainer"
 """Folder inside a checkpoint that holds the files of the trainer's ranks."""
 
 _STEP = re.compile(rf"{PREFIX}(0|[1-9]\d{{0,17}})", re.ASCII)
+
+WRITTEN_BYTES = 16 << 20
+"""Bytes that are written to measure the speed of a disk."""
+SLOW_SECONDS = 600.0
+"""Seconds for a checkpoint above which a disk is slow."""
+MIN_FREE_BYTES = 20e9
 
 _Stamps = list[tuple[int, int]]
 """Size in bytes and time of change of each file."""
@@ -207,6 +215,29 @@ class Checkpoints:
         """The size and time stamps of the files that exist."""
         files = [self.path(manifest.step) / name for name in manifest.files]
         return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files if os.path.isfile(file))]
+
+
+def disk_notes(folder: str | Path, checkpoint_bytes: float) -> Iterator[str]:
+    """Notes on the disk of a run folder: too little room for the checkpoints, or a slow disk; the rate includes
+    `fsync`."""
+    needed = MIN_FREE_BYTES + 2 * checkpoint_bytes  # the newest one is kept until the next one is complete
+    if (free := shutil.disk_usage(folder).free) < needed:
+        yield f"has {free / 1e9:.0f} GB free on the disk of {folder}: give it {needed / 1e9:.0f}"
+    began = time.monotonic()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(WRITTEN_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        yield f"cannot write {WRITTEN_BYTES >> 20} MiB into {folder}: {error.strerror}"
+        return
+    rate = WRITTEN_BYTES / (time.monotonic() - began)
+    if (seconds := checkpoint_bytes / rate) > SLOW_SECONDS:
+        yield (
+            f"writes {rate / 1e6:.0f} MB/s to the disk of {folder}: a checkpoint of {checkpoint_bytes / 1e9:.0f} GB "
+            f"takes {seconds / 60:.0f} minutes; choose another file system for run.dir"
+        )
 
 
 def _damage(file: Path, expected: FileChecksum) -> str | None:

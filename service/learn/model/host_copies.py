@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import accumulate
+from collections.abc import Iterable
 from weakref import finalize
 
 import torch
 from torch import Tensor
-
-ALIGNED = 64
-"""Alignment of each copy in a buffer of copies, in bytes."""
 
 
 class HostCopies:
@@ -25,18 +21,18 @@ class HostCopies:
         self._octets = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy the tensors; the copies are valid until the next call."""
-        starts = [0, *accumulate(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors.values())]
-        if starts[-1] > len(self._octets):
-            self._octets = torch.empty(starts[-1], dtype=torch.uint8)
+    def take(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Copy the tensors, those with the largest elements first; returns their bytes one after another, [n] uint8,
+        which are valid until the next call."""
+        tensors = [*tensors]
+        if (n_bytes := sum(tensor.nbytes for tensor in tensors)) > len(self._octets):
+            self._octets = torch.empty(n_bytes, dtype=torch.uint8)
             register(self._octets)
-        copies = {}
-        for (name, tensor), start in zip(tensors.items(), starts[:-1], strict=True):
-            copy = self._octets[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copies[name] = copy.copy_(tensor, non_blocking=True)
+        copies = self._octets[:n_bytes].split([tensor.nbytes for tensor in tensors])
+        for tensor, copy in zip(tensors, copies, strict=True):
+            copy.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
         finish_copies()
-        return copies
+        return self._octets[:n_bytes]
 
 
 def register(octets: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
-from service.columns import NO_BYTE
+from service.columns import unknown
 from service.handoff.steps.values import NO_ROUTING, Routing
 from service.model_folder import experts_of
 
@@ -82,7 +82,7 @@ class RouterReplay:
 
 class _Recorded(TorchFunctionMode):
     """Within the block, `topk` over all experts returns the recorded experts if it is called for as many experts per
-    token as were recorded. The record has the types of `service.columns.widened`."""
+    token as were recorded. Unknown ones are as `service.columns.unknown` says."""
 
     def __init__(self, recorded_NK: Tensor, experts: int) -> None:
         super().__init__()
@@ -97,10 +97,6 @@ class _Recorded(TorchFunctionMode):
             return output  # routers with groups choose the groups by further calls of `topk`
         if output[1].shape == self._recorded_NK.shape:
             self.is_made = True
-            if self._recorded_NK.dtype == torch.uint8:
-                known_N = (self._recorded_NK != NO_BYTE).any(-1, keepdim=True)
-            else:
-                known_N = (self._recorded_NK >= 0).all(-1, keepdim=True)
-            chosen_NK = torch.where(known_N, self._recorded_NK.long(), output[1])
+            chosen_NK = torch.where(unknown(self._recorded_NK)[..., None], output[1], self._recorded_NK.long())
             return arguments[0].gather(-1, chosen_NK), chosen_NK
         return output

@@ -14,10 +14,11 @@ import torch
 
 import actors.driver.node_check
 from actors.cuda import refuse_unusable_cuda
-from actors.driver.node_check import MIN_FREE_BYTES, Node, RunFiles, look, unequal_versions
+from actors.driver.node_check import Node, RunFiles, look, unequal_versions
 from actors.trainer.actor import TrainerRank
 from service.config import Config
 from service.errors import UserError
+from service.run import checkpoints
 
 
 @pytest.fixture
@@ -74,10 +75,10 @@ def test_a_gpu_with_other_work_and_a_full_or_slow_disk_are_notes(here: Path, mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: ([int(79e9), int(40e9)][gpu], int(80e9)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "H100")
-    free = int(MIN_FREE_BYTES / 2)
+    free = int(checkpoints.MIN_FREE_BYTES / 2)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
     clock = iter([0.0, 2.0])
-    monkeypatch.setattr(actors.driver.node_check, "time", SimpleNamespace(monotonic=lambda: next(clock, 2.0)))
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: next(clock, 2.0)))
     gpu, room, rate = look(files_of(here), on_gpu=True).notes
     assert "40.0 GB in use" in gpu and "10 GB free" in room and "give it 216" in room
     assert "writes 8 MB/s to the disk" in rate and "a checkpoint of 98 GB takes 195 minutes" in rate

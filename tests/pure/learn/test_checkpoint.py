@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from service.config.learn import LoraConfig
 from service.errors import UserError
@@ -155,6 +156,12 @@ def cut_short(part: Path) -> None:
     part.write_bytes(part.read_bytes()[:-100])
 
 
+def of_one_row(part: Path) -> None:
+    with safe_open(part, "pt") as opened:
+        tensors, metadata = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    save_file(tensors | {"weights/model.norm.weight": torch.zeros(1)}, part, metadata)
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "reason"),
     [
@@ -165,6 +172,7 @@ def cut_short(part: Path) -> None:
         ("learner.json", Path.unlink, "holds no checkpoint"),
         (PART, Path.unlink, r"not whole: rank_0_of_1\.safetensors is missing"),
         (PART, cut_short, r"is damaged: rank_0_of_1\.safetensors cannot be read"),
+        (PART, of_one_row, r"is damaged: rank_0_of_1\.safetensors has other tensors than learner\.json"),
     ],
 )
 def test_a_checkpoint_that_is_damaged_or_not_whole_is_refused(

@@ -17,8 +17,8 @@ from service.config.rollout import GeneratorConfig
 from service.config.tree import SHORT_ANSWER
 from service.errors import UserError
 from service.learn.model.hf_config import MAX_SHAPE, read_config
-from service.plan.gpu_memory import GPUS, MARGIN, FitSettings, fit
 from service.plan.kv_cache import check_engine, kv_token_bytes, request_bytes
+from service.plan.memory import GPUS, MARGIN, FitSettings, fit
 from tests.families.small import small_config
 
 ROOT = Path(__file__).parents[3]
@@ -146,6 +146,11 @@ def test_a_model_too_large_is_one_line_of_the_validation(
     _, named, needed, *_ = capsys.readouterr().out.splitlines()
     assert "80 GB of GPU memory (H100, as trainer.accelerator says) and float32; not for a CPU" in named
     assert needed.startswith("memory: the GPU of a rank needs ")
+    monkeypatch.setattr("service.run.checkpoints.SLOW_SECONDS", 1e-9)
+    for every, slow in ((0, False), (5, True)):
+        assert validated(model, "trainer.accelerator=H100", f"trainer.checkpoint_every={every}") == 0
+        said = capsys.readouterr().out
+        assert (f"MB/s to the disk of {ROOT}" in said and "note: this machine writes " in said) == slow
     monkeypatch.setitem(GPUS, "h100", GPUS["h100"]._replace(memory=1e6))
     assert validated(model, "trainer.accelerator=H100") == 2
     assert capsys.readouterr().err.count("\n") == 1

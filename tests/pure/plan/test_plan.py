@@ -12,7 +12,7 @@ from benchmarks.shapes import model_folder
 from service.cli.parser import main
 from service.config import load
 from service.errors import UserError
-from service.plan.gpu_memory import GPUS, FitSettings
+from service.plan.memory import GPUS, FitSettings
 from service.plan.plan_command import DOES_NOT_FIT
 from service.plan.splits import MAX_SPLITS, SplitTable, Work
 

@@ -102,6 +102,11 @@ class Size(NamedTuple):
     routed: int
     """Bytes of the recorded experts of one token."""
 
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of a checkpoint: each trained weight with its two moments, in float32."""
+        return 12 * self.trained
+
     @classmethod
     def of(cls, folder: Path, learn: LearnSettings, record_experts: bool = False) -> Size:
         """Read the size from the config.json of a folder."""
@@ -303,8 +308,8 @@ def known_gpu(trainer: TrainerConfig) -> tuple[str, float] | None:
     return f"{here.name}, the GPU of this machine", float(here.total_memory)
 
 
-def refuse_too_large(settings: FitSettings, folder: Path) -> str | None:
-    """A note if this host has too little memory; None also if the GPUs are not known.
+def refuse_too_large(settings: FitSettings, folder: Path) -> Fit | None:
+    """The memory that a configuration needs on its GPUs; None if these are not known.
 
     Raises:
         UserError: the configuration does not fit its GPUs; the message names a remedy.
@@ -314,4 +319,4 @@ def refuse_too_large(settings: FitSettings, folder: Path) -> str | None:
     found = fit(settings, folder, gpu[1])
     if problem := found.problem():
         raise UserError(problem)
-    return found.host_note()
+    return found
