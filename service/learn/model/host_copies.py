@@ -28,7 +28,7 @@ class HostCopies:
         if (n_bytes := sum(tensor.nbytes for tensor in tensors)) > len(self._octets):
             self._octets = torch.empty(n_bytes, dtype=torch.uint8)
             register(self._octets)
-        copies = self._octets[:n_bytes].split([tensor.nbytes for tensor in tensors])
+        copies = torch.split(self._octets[:n_bytes], [tensor.nbytes for tensor in tensors])
         for tensor, copy in zip(tensors, copies, strict=True):
             copy.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
         finish_copies()
