@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from tests.slowest import COMMITTED, SLOW_SECONDS, read_seconds
 
 ROOT = Path(__file__).parents[2]
+Refused = Callable[..., str]
+"""The fixture `refused`."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,3 +36,18 @@ def made_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(made_model: Path, tmp_path: Path) -> Path:
     """A copy of it, to spoil."""
     return Path(shutil.copytree(made_model, tmp_path / "model"))
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Gives the one line with which a command line is refused."""
+    from service.cli.parser import main
+
+    def line_of(*words: object) -> str:
+        capsys.readouterr()
+        assert main([*map(str, words)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("baton") and said.count("\n") == 1
+        return said
+
+    return line_of

@@ -20,6 +20,7 @@ from service.config import Config, load_config, resolved_yaml
 from service.observe.merged_metrics import Hub
 from service.run.folder import lock_run, write_address
 from service.run.records.writer import RunWriter
+from tests.pure.conftest import Refused
 
 QUICKSTART = "configs/quickstart.yaml"
 COMMANDS = [command.name for command in parser.COMMANDS]
@@ -207,28 +208,21 @@ def test_status_says_how_a_run_ended_until_it_goes_on(run: Path, capsys: pytest.
         assert main(["status", str(run)]) == 2 and "the run is starting" in capsys.readouterr().err
 
 
-def test_status_tells_a_run_that_starts_from_one_that_was_killed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def said() -> str:
-        assert main(["status", str(run)]) == 2
-        return capsys.readouterr().err
-
+def test_status_tells_a_run_that_starts_from_one_that_was_killed(run: Path, refused: Refused) -> None:
     with lock_run(run):
-        assert "the run is starting" in said()
+        assert "the run is starting" in refused("status", run)
         write_address(run, "http://127.0.0.1:1")
-        assert "no run answers there" in said()
-    assert f"baton run --resume {run}" in said()
+        assert "no run answers there" in refused("status", run)
+    assert f"baton run --resume {run}" in refused("status", run)
     RunWriter(run).begin(resolved_yaml(Config()))
-    assert "it was killed" in said()
+    assert "it was killed" in refused("status", run)
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", '{"state": {}}', "[" * 100_000, "\udcff"])
 @pytest.mark.parametrize("file", ["address.json", "summary.json"])
-def test_a_damaged_file_of_a_run_is_one_line(
-    file: str, text: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_file_of_a_run_is_one_line(file: str, text: str, run: Path, refused: Refused) -> None:
     (run / file).write_text(text, errors="surrogateescape")
-    assert main(["status", str(run)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    refused("status", run)
 
 
 def test_an_output_that_takes_nothing_is_one_line() -> None:

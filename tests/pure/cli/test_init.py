@@ -13,6 +13,7 @@ from service.cli.recipes import config_file, recipes
 from service.config import RunConfig, load_config
 from service.errors import UserError
 from service.rollout.environments.registry import synthetic_data
+from tests.pure.conftest import Refused
 
 ROOT = Path(__file__).parents[3]
 FILES = ["README.md", "config.yaml", "environment.py", "pytest.ini", "test_environment.py", "train.jsonl"]
@@ -47,13 +48,12 @@ def test_a_new_task_is_written_and_what_comes_next_is_said(
     assert capsys.readouterr().out == "config.yaml: fine\n"
 
 
-def test_the_folder_of_a_task_is_no_run(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_task_is_no_run(task: Path, refused: Refused) -> None:
     for command in ("status", "logs"):
-        assert main([command, "."]) == 2 and "no run was started in this folder\n" in capsys.readouterr().err
+        assert "no run was started in this folder\n" in refused(command, ".")
     (task / "runs" / "my-task").mkdir(parents=True)
     (task / "runs" / "my-task" / "config.yaml").touch()
-    assert main(["status", "."]) == 2
-    assert capsys.readouterr().err.endswith("in this folder; a run of it is runs/my-task\n")
+    assert refused("status", ".").endswith("in this folder; a run of it is runs/my-task\n")
 
 
 def test_the_test_of_a_new_tasks_environment_passes_in_a_project_with_settings_of_its_own(task: Path) -> None:
@@ -71,13 +71,11 @@ def test_the_test_of_a_new_tasks_environment_passes_in_a_project_with_settings_o
     assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_module_of_ones_own_lacks_what_the_configuration_asks_for(
-    task: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_module_of_ones_own_lacks_what_the_configuration_asks_for(task: Path, refused: Refused) -> None:
     """The new task's environment makes words and demonstrations; it makes no rows."""
     assert synthetic_data("environment:GuessNumber", ["environment"], "vocabulary").vocabulary()
-    assert main(["config", "validate", "--config", "config.yaml", "data.eval_make_rows=3"]) == 2
-    assert "'environment:GuessNumber' makes no rows" in capsys.readouterr().err
+    said = refused("config", "validate", "--config", "config.yaml", "data.eval_make_rows=3")
+    assert "'environment:GuessNumber' makes no rows" in said
     with pytest.raises(UserError, match=r"env\.trusted_modules"):
         synthetic_data("environment:GuessNumber", [], "vocabulary")
 

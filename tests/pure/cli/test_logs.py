@@ -10,6 +10,7 @@ import pytest
 from service.cli.parser import main
 from service.run.folder import CONFIG, DRIVER_LOG, LOGS, SUMMARY
 from service.run.records.log_file import log_into
+from tests.pure.conftest import Refused
 
 
 @pytest.fixture
@@ -46,11 +47,8 @@ def test_following_a_run_that_has_ended_prints_its_lines_and_ends(
     assert capsys.readouterr().out.splitlines()[1:] == ["the run has ended: no more lines will come"]
 
 
-def test_a_part_that_is_not_there_is_one_line_with_those_that_are(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["logs", str(run), "generator-7"]) == 2
-    assert "it has buffer, driver, trainer-0" in capsys.readouterr().err
+def test_a_part_that_is_not_there_is_one_line_with_those_that_are(run: Path, refused: Refused) -> None:
+    assert "it has buffer, driver, trainer-0" in refused("logs", run, "generator-7")
 
 
 def test_following_goes_on_with_lines_of_every_part_also_after_a_log_was_renamed(run: Path) -> None:

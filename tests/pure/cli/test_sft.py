@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from baton.examples import lookup
-from service.cli.parser import main
 from service.config import load_config
 from service.learn.model.tiny_model import make_model
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.run.preparing.inputs import read_conversations
+from tests.pure.conftest import Refused
 from tests.pure.learn.builders import SHAPE
 
 ROWS = [{"messages": [{"role": "user", "content": "look fox"}, {"role": "assistant", "content": "17"}]}] * 3
@@ -48,14 +48,11 @@ def test_wrong_input_is_one_line_and_code_2(
     why: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refused: Refused,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["sft", f"model.path={model}", "data.train=rows.jsonl", *settings]
-    assert main(words) == 2
-    said = capsys.readouterr().err
-    assert why in said and said.count("\n") == 1
+    assert why in refused("sft", f"model.path={model}", "data.train=rows.jsonl", *settings)
     assert not (tmp_path / "runs").exists()
 
 

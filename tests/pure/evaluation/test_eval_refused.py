@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from service.config import load_config, resolved_yaml
 from service.run.checkpoints import MANIFEST, TRAINER, Checkpoints
 from service.run.records.writer import RunWriter
 from tests.pure.cli.test_resume_refused import write_checkpoint
+from tests.pure.conftest import Refused
 
 QUICKSTART = "configs/quickstart.yaml"
 PART = f"{TRAINER}/rank_0_of_1.safetensors"
@@ -47,21 +49,14 @@ class Started(Exception):
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+def said(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> Said:
     """What an evaluation is refused with."""
 
     def start(*arguments: object) -> None:
         raise Started
 
     monkeypatch.setattr("actors.driver.evaluate_model.ray_session", start)
-
-    def evaluate(path: Path, *settings: str) -> str:
-        assert main(["eval", str(path), *settings]) == 2
-        err = capsys.readouterr().err
-        assert err.startswith("baton: ") and err.count("\n") == 1
-        return err
-
-    return evaluate
+    return partial(refused, "eval")
 
 
 def test_a_whole_run_and_its_checkpoints_and_model_are_evaluated(run: Path, said: Said) -> None:
@@ -72,7 +67,7 @@ def test_a_whole_run_and_its_checkpoints_and_model_are_evaluated(run: Path, said
 
 
 def test_paths_that_are_nothing_are_named_with_what_is_near(
-    run: Path, said: Said, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, said: Said, tmp_path: Path, refused: Refused
 ) -> None:
     assert "there is no such folder" in said(tmp_path / "runn")
     assert "there is no checkpoint of step 30; nearest: step_20, step_40" in said(run / "checkpoints/step_30")
@@ -84,8 +79,8 @@ def test_paths_that_are_nothing_are_named_with_what_is_near(
     away = Path(shutil.copytree(run / "checkpoints/step_20", tmp_path / "step_20"))
     assert "lies in no run folder" in said(away)
     assert "give a configuration" in said(Path(shutil.copytree(run / "model", tmp_path / "model")))
-    assert main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 2
-    assert "there is no adapter to export; leave out --adapter" in capsys.readouterr().err
+    refusal = refused("export", run, tmp_path / "adapter", "--adapter")
+    assert "there is no adapter to export; leave out --adapter" in refusal
     shutil.rmtree(run / "checkpoints")
     assert "neither final weights nor a checkpoint" in said(run)
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import characters, text
 
-from service.cli.parser import main
 from service.errors import UNSAFE, RunFailed, in_one_line, printable
 from service.handoff.steps.values import StopReason
 from service.run.liveness.repeated_failures import RECENT_STEPS, STARVING_SECONDS, FailureWatch
 from service.run.phases import say
 from service.run.records.writer import RunWriter
+from tests.pure.conftest import Refused
 
 ERROR, REWARD = StopReason.ENVIRONMENT_ERROR, StopReason.ENVIRONMENT_REWARD
 
@@ -121,9 +121,8 @@ def test_what_a_run_says_steers_no_terminal(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"a failure: {SAFE}\nand its second line\n"
 
 
-def test_an_error_of_a_command_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "validate", "data.train=\x1b[2J.csv"]) == 2
-    assert "\x1b" not in capsys.readouterr().err
+def test_an_error_of_a_command_steers_no_terminal(refused: Refused) -> None:
+    assert "\x1b" not in refused("config", "validate", "data.train=\x1b[2J.csv")
 
 
 def test_the_reason_in_the_summary_steers_no_terminal(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from actors.driver import evaluate_model as evaluating
 from actors.driver import run as running
 from actors.driver.authentication import keep_token_private
 from actors.engine.vllm_arguments import EngineSettings, engine_arguments, engine_env
-from service.cli.parser import main
 from service.clock import SystemClock
 from service.config import Config, load_config
 from service.errors import UserError
@@ -31,6 +30,7 @@ from service.observe.metrics import MAX_SERIES, AlertThresholds, Metrics
 from service.observe.metrics_table import TABLE
 from service.observe.pushed import MAX_SNAPSHOT_BYTES
 from service.trace.tokens import tokens_of
+from tests.pure.conftest import Refused
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,15 +44,14 @@ def mode_of(path: Path) -> int:
 
 @pytest.mark.parametrize("command", ["run", "eval"])
 def test_s1_nothing_starts_on_a_ray_without_a_token(
-    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refused: Refused
 ) -> None:
     model = [str(tiny_model(tmp_path / "model")), "data.eval_make_rows=4"] if command == "eval" else []
     (tmp_path / "runs").mkdir()
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     words = [command, *model, "--config", "configs/quickstart.yaml"]
-    assert main([*words, f"run.dir={tmp_path / 'runs'}", "metrics.port=0"]) == 2
-    assert "RAY_AUTH_MODE=disabled" in capsys.readouterr().err
+    assert "RAY_AUTH_MODE=disabled" in refused(*words, f"run.dir={tmp_path / 'runs'}", "metrics.port=0")
     assert list((tmp_path / "runs").iterdir()) == []
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from service.cli import main
 from service.config import load
 from service.errors import StoreFailed
 from service.run.folder import CONFIG
@@ -16,6 +15,7 @@ from service.store import fetch, objects
 from service.store import uploads as uploading
 from service.store.objects import PART_BYTES, Objects
 from service.store_url import SCHEMES, store_url_problem
+from tests.pure.conftest import Refused
 from tests.pure.store.scripted import ScriptedRun, settings
 from tests.s3_server import BUCKET, FAULTS, KEY, SECRET, flaky_s3_server, s3_server
 from tests.waiting import until
@@ -111,17 +111,15 @@ def test_a_store_that_cannot_be_used_is_one_short_line_without_credentials(
 
 
 def test_the_command_refuses_a_store_that_cannot_be_read_before_anything_is_loaded(
-    s3: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    s3: None, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["run", "--resume", "s3://no-such-bucket/run"]) == 2
-    assert capsys.readouterr().err == "baton: s3://no-such-bucket/run: listing it: NoSuchBucket\n"
-    assert main(["run", "--resume", "s3://bucket/empty"]) == 2
-    assert "s3://bucket/empty holds no checkpoint of a run" in capsys.readouterr().err
-    assert main(["run", "--resume", "s3://bucket//run"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    said = refused("run", "--resume", "s3://no-such-bucket/run")
+    assert said == "baton: s3://no-such-bucket/run: listing it: NoSuchBucket\n"
+    assert "s3://bucket/empty holds no checkpoint of a run" in refused("run", "--resume", "s3://bucket/empty")
+    refused("run", "--resume", "s3://bucket//run")
     monkeypatch.setattr(objects, "find_spec", lambda name: None)
-    assert main(["run", "--resume", "s3://bucket/run"]) == 2
-    assert "the package obstore is not installed: pip install 'baton-rl[store]'" in capsys.readouterr().err
+    said = refused("run", "--resume", "s3://bucket/run")
+    assert "the package obstore is not installed: pip install 'baton-rl[store]'" in said
 
 
 def test_a_folder_serves_as_a_store_too(tmp_path: Path) -> None:
@@ -149,11 +147,8 @@ def test_a_folder_serves_as_a_store_too(tmp_path: Path) -> None:
         ("file://host/run", "needs a bucket and a path of the run's own"),
     ],
 )
-def test_a_wrong_address_is_refused_in_one_line_that_shows_no_secret(
-    url: str, why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_address_is_refused_in_one_line_that_shows_no_secret(url: str, why: str, refused: Refused) -> None:
     for scheme in SCHEMES:
         assert store_url_problem(f"{scheme}://{'' if scheme == 'file' else 'bucket'}/team/run") is None
-    assert main(["config", "validate", *QUICKSTART, f"run.store={url}"]) == 2
-    told = capsys.readouterr().err
-    assert why in told and told.count("\n") == 1 and "secret" not in told.replace("a secret", "")
+    told = refused("config", "validate", *QUICKSTART, f"run.store={url}")
+    assert why in told and "secret" not in told.replace("a secret", "")

@@ -22,6 +22,7 @@ from service.run.folder import CONFIG, TIMELINE
 from service.run.records import timeline as files
 from service.run.records.timeline import FILES, TimelineFiles, timeline_events
 from service.types import Int32s, TrajectoryId
+from tests.pure.conftest import Refused
 from tests.pure.timeline.schema import check_trace
 
 
@@ -161,20 +162,17 @@ def test_a_trajectory_that_goes_on_while_its_first_player_is_cancelled_is_timed_
 
 @pytest.mark.parametrize("line", ["[]", "{}", "7", "{", '{"ph":"s","name":"x","pid":1}', '{"ph":"X","name":"x"}'])
 def test_a_file_that_is_no_timeline_is_one_line(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: str, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a_run(tmp_path, monkeypatch)
     [file] = (tmp_path / TIMELINE).iterdir()
     file.write_text(file.read_text() + line + "\n")
-    assert main(["trace", str(tmp_path)]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("baton: ") and not (tmp_path / "trace.json").exists()
+    refused("trace", tmp_path)
+    assert not (tmp_path / "trace.json").exists()
 
 
-def test_a_folder_without_a_run_or_a_timeline_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_or_a_timeline_is_one_line(tmp_path: Path, refused: Refused) -> None:
     (tmp_path / CONFIG).touch()
-    assert main(["trace", str(tmp_path)]) == 2
-    assert "but no run was started in this folder" in capsys.readouterr().err
+    assert "but no run was started in this folder" in refused("trace", tmp_path)
     (tmp_path / LOCK).touch()
-    assert main(["trace", str(tmp_path)]) == 2
-    assert "kept no timeline" in capsys.readouterr().err
+    assert "kept no timeline" in refused("trace", tmp_path)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cli.parser import main
 from service.columns import digest
 from service.errors import UserError
 from service.handoff.ledger.scores import CompleteGroup
@@ -19,6 +18,7 @@ from service.run.records.trajectories import load_records
 from service.trace.tokens import ASIDE, LOSS, tokens_of
 from service.trace.trajectories_page import html_page
 from service.types import Extension, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
+from tests.pure.conftest import Refused
 from tests.pure.trajectories.test_trajectories import CONFIG, records
 
 ROLES = [Role.AUX, Role.MAIN, Role.RETRY, Role.MAIN, Role.SUB, Role.UNDELIVERED]
@@ -63,14 +63,13 @@ def test_the_page_says_what_each_step_continues_and_escapes_the_transcript() -> 
     assert "<script>alert" not in page and "\\x1b[2J&lt;script&gt;" in page
 
 
-def test_damaged_lines_are_one_line_that_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_lines_are_one_line_that_names_them(tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "config.yaml").touch()
     whole = agent_record()
     for line in ("", "null", "[]", "{broken}", "\udcff", "[" * 100_000, json.dumps(whole)[:-3] + "\x00}"):
         text = f"{json.dumps(whole)}\n{line}\n"
         (tmp_path / "trajectories.jsonl").write_text(text, errors="surrogateescape")
-        assert main(["trajectories", "list", str(tmp_path)]) == 2, line[:300]
-        (said,) = capsys.readouterr().err.splitlines()
+        said = refused("trajectories", "list", tmp_path)
         assert "trajectories.jsonl, line 2" in said and len(said) < 600
 
 

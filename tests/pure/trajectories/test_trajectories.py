@@ -34,6 +34,7 @@ from service.trace.tokens import LOSS, MASKED, PROMPT, STALE, pieces, step_line,
 from service.trace.trajectories_command import print_list
 from service.trace.trajectories_page import html_page
 from service.types import NO_VERSION, Extension, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
+from tests.pure.conftest import Refused
 
 
 def step(trajectory: TrajectoryId, index: int, prompt: list[int], response: list[int], version: int) -> Step:
@@ -206,7 +207,7 @@ def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
 
 
 def test_the_commands_read_a_run_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunWriter(tmp_path / "r")
     (folder.path / "config.yaml").touch()
@@ -218,23 +219,19 @@ def test_the_commands_read_a_run_folder(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").symlink_to(tmp_path)
     assert main(["trajectories", "list"]) == 0 and capsys.readouterr().out.count("group=") == 3
-    assert main(["trajectories", "list", str(tmp_path / "none")]) == 2
-    assert "neither a run folder (with config.yaml) nor the name of a run" in capsys.readouterr().err
+    said = refused("trajectories", "list", tmp_path / "none")
+    assert "neither a run folder (with config.yaml) nor the name of a run" in said
     with pytest.raises(SystemExit):
         main(["trajectories", "list", str(tmp_path / "r"), "--last", "0"])
 
 
-def test_showing_a_trajectory_takes_the_tokenizer_of_its_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_showing_a_trajectory_takes_the_tokenizer_of_its_run(tmp_path: Path, refused: Refused) -> None:
     RunWriter(tmp_path).append_trajectories(records())
     (tmp_path / "config.yaml").write_text("run: {name: r}\n")
     export = ["trajectories", "export-html", str(tmp_path)]
-    assert main(export) == 2
-    assert "tokenizer.json: no such file" in capsys.readouterr().err
+    assert "tokenizer.json: no such file" in refused(*export)
     make_tokenizer(tmp_path / "model", [f"w{number}" for number in range(30)])
     assert main(export) == 0
     assert "w2" in (tmp_path / "trajectories.html").read_text()
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    assert main(export) == 2
-    assert "no tokenizer can be read from" in capsys.readouterr().err
+    assert "no tokenizer can be read from" in refused(*export)
