@@ -118,7 +118,7 @@ bench-padded: dev ## padded lengths of mini-batches, for three ways to form rows
 	@$(BIN)/python -m benchmarks.padded_lengths
 bench-peer: dev ## the quick start end to end against TRL, with fast and with slow environments (about an hour)
 	@$(BIN)/python -m benchmarks.peer
-gpu: ## what only a GPU can show, the most valuable first, in 25 minutes; needs no network; into build/gpu.json
+gpu: ## what only a GPU can show, the most valuable first, in 35 minutes; needs no network; into build/gpu.json
 	@$(or $(wildcard $(BIN)/python),python3) -m benchmarks.gpu
 bench-learn: dev ## packed against padded learning, in one run
 	@$(BIN)/python -m benchmarks.learn

@@ -1,13 +1,14 @@
-"""Measures what only a GPU can show, within half an hour, the most valuable figures first, without the network.
+"""Measures what only a GPU can show, within 35 minutes, the most valuable figures first, without the network.
 
-    python -m benchmarks.gpu                              all parts in 25 minutes; build/gpu.json and build/gpu.md
+    python -m benchmarks.gpu                              all parts in 35 minutes; build/gpu.json and build/gpu.md
     python -m benchmarks.gpu --minutes 12                 the most valuable parts that fit
     python -m benchmarks.gpu --part learner --json FILE   one part (may be given several times)
     python -m benchmarks.gpu --device cpu                 a rehearsal with small shapes
 
-Each figure has the range that is estimated for an H100, and a verdict. A part without its packages or GPUs is not run.
-A part that crashes or hangs does not affect the other parts; the reason is in the JSON. Exit code: 0 if every part was
-measured or not run, 1 if a part or a test failed, 2 for wrong input and without a usable GPU, 130 if it was stopped.
+Each figure has the range that is estimated for an H100, and a verdict. A part without its packages is not run, and
+without a GPU none is. A part that crashes or hangs does not affect the other parts; the reason is in the JSON. Exit
+code: 0 if every part was measured or not run, 1 if a part or a test failed, 2 for wrong input and without a usable GPU,
+130 if it was stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 from benchmarks.gpu.figures import markdown
 from benchmarks.gpu.parts import PARTS, ROOT, Part, outcome, run_part
 
-MINUTES = 25.0
+MINUTES = 35.0
 REHEARSAL = 5.0
 """Factor by which deadlines on a CPU are longer than on a GPU: CPUs are slow, and may have other load."""
 PACKAGES = ("torch", "triton", "vllm", "ray", "transformers", "flash-attn-4")
@@ -47,7 +48,9 @@ def main() -> int:
         print(f"benchmarks.gpu: --json {options.json} is no file name that ends in .json; give one", file=sys.stderr)
         return 2
     why, machine = _machine(options.device)
+    wanted = [part for part in PARTS if not options.part or part.name in options.part]
     if why:
+        print(*(f"{part.name}: not run: {why}" for part in wanted), sep="\n")
         print(f"benchmarks.gpu: {why}; --device cpu rehearses the parts with small shapes", file=sys.stderr)
         return 2
     file = options.json.resolve()
@@ -59,7 +62,6 @@ def main() -> int:
         print(f"benchmarks.gpu: --json {options.json} cannot be written ({error})", file=sys.stderr)
         return 2
     slower = REHEARSAL if options.device == "cpu" else 1.0
-    wanted = [part for part in PARTS if not options.part or part.name in options.part]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the processes of the part would go on
     try:
         _run([part._replace(seconds=slower * part.seconds) for part in wanted], options, slower, file, document)

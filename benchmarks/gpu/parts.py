@@ -61,14 +61,21 @@ class Part(NamedTuple):
 
 LEARNER = ("numpy", "pydantic", "transformers", "safetensors")
 ENGINE = (*LEARNER, "ray", "vllm", "xxhash")
-KERNELS, TRAINING = "benchmarks.gpu.kernels", "benchmarks.gpu.training"
+KERNELS, TRAINING, ENGINES = "benchmarks.gpu.kernels", "benchmarks.gpu.training", "benchmarks.gpu.engine"
 PARTS = (
+    Part("routing", f"{ENGINES}:routing", "Routed experts of an engine", 150.0, ENGINE),
+    Part("pause", f"{ENGINES}:pause", "The pause for many small tensors", 120.0, ENGINE),
+    Part("graphs", f"{TRAINING}:graphs", "Compiling without a cache", 160.0, LEARNER),
+    Part("deaths", f"{ENGINES}:deaths", "A generator and a rank that are killed", 160.0, ENGINE),
+    Part("ipc", f"{ENGINES}:ipc", "Weights by CUDA IPC", 160.0, ENGINE),
+    Part("checkpoint", f"{TRAINING}:checkpoint", "Checkpoints", 100.0, LEARNER),
     Part("machine", f"{KERNELS}:machine", "What the GPU reaches", 30.0, LEARNER),
-    Part("learner", f"{TRAINING}:learner", "Training steps", 280.0, LEARNER),
-    Part("sharded", f"{TRAINING}:sharded", "FSDP2 on a mesh of one", 200.0, LEARNER),
+    Part("learner", f"{TRAINING}:learner", "Training steps", 160.0, LEARNER),
+    Part("small", f"{TRAINING}:small", "Training steps of a small model", 120.0, LEARNER),
+    Part("sharded", f"{TRAINING}:sharded", "FSDP2 on a mesh of one", 160.0, LEARNER),
     Part("attention", f"{KERNELS}:attention", "Attention", 150.0, LEARNER),
-    Part("engine", "benchmarks.gpu.engine:measure", "Engine and trainer", 230.0, ENGINE),
-    Part("experts", f"{TRAINING}:experts", "Layers with experts", 180.0, LEARNER),
+    Part("agreement", f"{ENGINES}:agreement", "Engine and trainer", 120.0, ENGINE),
+    Part("experts", f"{TRAINING}:experts", "Layers with experts", 160.0, LEARNER),
     Part("head", f"{KERNELS}:head", "The output head", 70.0, LEARNER),
     Part("weights", "benchmarks.gpu.weights:measure", "Weights between host and GPU", 70.0, LEARNER),
 )

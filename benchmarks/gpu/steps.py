@@ -27,6 +27,7 @@ from service.config.tree import Config
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
 from service.learn.model.policy_model import Checkpointing
+from service.learn.trial import take_trial
 from service.plan.memory import GPUS, FitSettings, fit
 from service.types import MiniBatch
 
@@ -70,6 +71,7 @@ class Trained:
     peak_bytes: float
     estimated_bytes: float
     checkpointing: Checkpointing
+    trial_seconds: float
 
     @property
     def note(self) -> str:
@@ -84,10 +86,11 @@ def trained(
     shape: dict[str, Any],
     checkpointing: Checkpointing | None = None,
     sharded: bool = False,
+    trial: bool = False,
     **trainer: Any,
 ) -> Iterator[Trained]:
     """Take the steps, with this checkpointing or with what `auto` chooses on this GPU; frees the memory afterwards.
-    `sharded`: shard the policy over a mesh of one rank."""
+    `sharded`: shard the policy over a mesh of one rank; `trial`: take the trial of a starting rank first."""
     settings = configured(ROW_TOKENS[device.type], TOKENS[device.type], **trainer)
     learn = settings.learn
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as ranks have it
@@ -106,6 +109,7 @@ def trained(
             policy = Policy(
                 learn, folder, device, 0, 1, random_weights=True, checkpointing=checkpointing, sharded=sharded
             )
+            tried = timed(device, partial(take_trial, learn, policy)) if trial else 0.0
             learner = Learner(learn, folder, device, 0, 1, policy)
         batch = full_mini_batch(learn.trainer, shape["vocab_size"], ROW_TOKENS[device.type])
         first, _ = (timed(device, partial(take_step, learner, batch)) for _ in range(2))
@@ -113,7 +117,7 @@ def trained(
             torch.cuda.reset_peak_memory_stats()
         seconds = [timed(device, partial(take_step, learner, batch)) for _ in range(REPEATS[device.type])]
         peak = torch.cuda.max_memory_reserved() if on_gpu else 0
-        held = Trained(learner, batch, first, statistics.median(seconds), float(peak), estimated, checkpointing)
+        held = Trained(learner, batch, first, statistics.median(seconds), float(peak), estimated, checkpointing, tried)
         yield held
     finally:
         if held is not None:

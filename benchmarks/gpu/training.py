@@ -9,9 +9,13 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+import psutil
 import torch
 from torch._dynamo.utils import counters
 
@@ -19,6 +23,7 @@ from benchmarks.gpu.expected import EXPERTS, UTILISATION, Step, sharded_over_uns
 from benchmarks.gpu.figures import Give, Range, line
 from benchmarks.gpu.parts import FOLDER
 from benchmarks.gpu.steps import MICRO_BATCHES, TOKENS, Trained, shape_on, trained
+from benchmarks.learn import made_row, micro_batch_of, mini_batch_of
 from benchmarks.shapes import SHAPES
 from service.learn.model.attention import use_fastest_attention
 from service.learn.profile import StepProfile
@@ -32,26 +37,73 @@ SHARDED: tuple[tuple[str, int | None], ...] = (("Qwen3-1.7B", None), ("Qwen3-8B"
 GRAPHS = 4
 """Compiled graphs of a model: one of all layers, and one of each function that a GPU runs compiled."""
 EXPERT_LAYERS = 3
+COLD = Range(10.0, 120.0)
+"""Seconds in which a layer with its two layouts, FlashAttention's kernels and the head's functions are compiled."""
+COPY = Range(0.3, 2.0)
+"""Seconds of a copy of 20 GB into registered memory, at 10 to 64 GB/s."""
 
 
-def learner(device: str, give: Give) -> None:
-    """Measure each shape, and the time in one of its steps in which no kernel runs."""
-    there = torch.device(device)
-    for name in ("Qwen3-0.6B", "Qwen3-1.7B"):
-        shape = shape_on(device, SHAPES[name])
-        with trained(there, shape) as steps:
-            used = Step.of(shape, device).utilisation(steps.seconds)
-            note = f"{steps.note}, {use_fastest_attention(there)}"
-            give(line(f"{name}: utilisation", used, "of peak", UTILISATION[name], note))
-            give(line(f"{name}: step", 1e3 * steps.seconds, "ms"))
-            give(line(f"{name}: tokens", MICRO_BATCHES * TOKENS[device] / steps.seconds, "tokens/s"))
-            give(line(f"{name}: first step", steps.first_seconds, "s"))
-            give(line(f"{name}: peak over estimate", steps.peak_bytes / steps.estimated_bytes, "", MEMORY))
-            file = _recorded(steps)
-        written = Path(os.environ.get(FOLDER, ".")) / f"step-{name}.json.gz"
-        written.write_bytes(file)
-        idle = idle_share(kernels(file, device))
-        give(line(f"{name}: time without a kernel", idle, "of the step", Range(0.0, 0.1), f"trace: {written.name}"))
+def learner(device: str, give: Give, name: str = "Qwen3-1.7B") -> None:
+    """Measure the steps of a shape, and the time in one of them in which no kernel runs."""
+    there, shape = torch.device(device), shape_on(device, SHAPES[name])
+    with trained(there, shape) as steps:
+        used = Step.of(shape, device).utilisation(steps.seconds)
+        note = f"{steps.note}, {use_fastest_attention(there)}"
+        give(line(f"{name}: utilisation", used, "of peak", UTILISATION[name], note))
+        give(line(f"{name}: step", 1e3 * steps.seconds, "ms"))
+        give(line(f"{name}: tokens", MICRO_BATCHES * TOKENS[device] / steps.seconds, "tokens/s"))
+        give(line(f"{name}: first step", steps.first_seconds, "s"))
+        give(line(f"{name}: peak over estimate", steps.peak_bytes / steps.estimated_bytes, "", MEMORY))
+        file = _recorded(steps)
+    written = Path(os.environ.get(FOLDER, ".")) / f"step-{name}.json.gz"
+    written.write_bytes(file)
+    idle = idle_share(kernels(file, device))
+    give(line(f"{name}: time without a kernel", idle, "of the step", Range(0.0, 0.1), f"trace: {written.name}"))
+
+
+def small(device: str, give: Give) -> None:
+    """As `learner`, of a smaller shape."""
+    learner(device, give, "Qwen3-0.6B")
+
+
+def graphs(device: str, give: Give) -> None:
+    """Measure how long the trial of a rank compiles if nothing is cached, and which graphs further micro-batches
+    need."""
+    shape = shape_on(device, SHAPES["Qwen3-8B"], 8)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
+        counters.clear()
+        with trained(torch.device(device), shape, sharded=True, trial=True) as steps:
+            give(line("8 layers of Qwen3-8B: trial, nothing cached", steps.trial_seconds, "s", COLD))
+            compiled = counters["stats"]["unique_graphs"]
+            give(line("8 layers of Qwen3-8B: first step after it", steps.first_seconds, "s"))
+            learner = steps.learner
+            for kind, row in (("empty", []), ("with a shared prefix", [made_row(np.arange(64), 8)] * 2)):
+                micro = micro_batch_of(row, range(len(row)))
+                with learner.policy.gradients_dropped_on_error():
+                    learner.accumulate(mini_batch_of([micro], max(1, len(row))))
+                learner.policy.master_weights.drop_gradients()
+                more = counters["stats"]["unique_graphs"] - compiled
+                give(line(f"8 layers of Qwen3-8B: further graphs, micro-batch {kind}", more, "", Range(0, 0)))
+
+
+def checkpoint(device: str, give: Give) -> None:
+    """Measure two checkpoints: the copy, which holds up the steps, and the rate of the disk; the second copy reuses the
+    memory of the first."""
+    with (
+        trained(torch.device(device), shape_on(device, SHAPES["Qwen3-1.7B"])) as steps,
+        tempfile.TemporaryDirectory(dir=os.environ.get(FOLDER)) as folder,
+    ):
+        for name in ("first", "second"):
+            began, held = time.perf_counter(), psutil.Process().memory_info().rss
+            steps.learner.save(Path(folder) / name, background=True)
+            copied, grown = time.perf_counter() - began, psutil.Process().memory_info().rss - held
+            steps.learner.writer.finish()
+            size = sum(file.stat().st_size for file in (Path(folder) / name).iterdir())
+            rate = size / 1e9 / (time.perf_counter() - began - copied)
+            give(line(f"{name} checkpoint: copy", copied, "s", None if name == "first" else COPY))
+            give(line(f"{name} checkpoint: written", rate, "GB/s", note=f"{size / 1e9:.2f} GB"))
+            give(line(f"{name} checkpoint: further host memory", grown / size, "of its bytes"))
 
 
 def _recorded(steps: Trained) -> bytes:

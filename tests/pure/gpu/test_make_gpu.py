@@ -26,7 +26,7 @@ from benchmarks.gpu.training import idle_share, kernels
 from benchmarks.shapes import SHAPES
 from tests.waiting import until
 
-MINUTES = 25
+MINUTES = 35
 PARTS_OF_CPU = [part for part in PARTS if "vllm" not in part.needs]
 
 
@@ -102,9 +102,9 @@ sys.exit(command.main())
     assert [part["part"] for part in json.loads(file.read_text())["parts"]] == ["quick"]
 
 
-def test_all_deadlines_together_are_within_the_promise_and_each_within_five_minutes() -> None:
+def test_all_deadlines_together_are_within_the_promise_and_each_within_three_minutes() -> None:
     assert sum(part.longest for part in PARTS) <= MINUTES * 60
-    assert max(part.longest for part in PARTS) < 300
+    assert max(part.longest for part in PARTS) <= 180
     assert command.MINUTES == MINUTES
     makefile = (ROOT / "Makefile").read_text()
     assert f"in {MINUTES} minutes" in makefile and "-m benchmarks.gpu\n" in makefile and "\ngpu: ##" in makefile
@@ -208,8 +208,11 @@ def test_what_cannot_be_measured_or_written_is_one_line_before_anything_is_measu
         Path(folder).mkdir()
     monkeypatch.setattr(sys, "argv", ["gpu", *words])
     assert command.main() == 2
-    (told,) = capsys.readouterr().err.splitlines()
+    out, err = capsys.readouterr()
+    (told,) = err.splitlines()
     assert told.startswith(f"benchmarks.gpu: {said}")
+    reason = "torch finds no CUDA GPU"
+    assert out.splitlines() == ([] if words else [f"{part.name}: not run: {reason}" for part in PARTS])
 
 
 @pytest.mark.parametrize("minutes", ["0", "-5", "nan", "many"])
