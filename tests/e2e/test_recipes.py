@@ -24,6 +24,7 @@ SHORT += ["weights.verify=true", "data.eval_every=2", "data.eval_make_rows=8", "
 SHORT += ["trainer.checkpoint_every=2", "data.eval_samples=4"]
 GREEDY = ["data.eval_temperature=0", "data.eval_make_rows=64", "trainer.lr=0.003"]
 ADAPTER = [*GREEDY, "model.lora.rank=4", "trainer.lr=0.05"]
+WIDE = "generator.tensor_parallel_size=2"
 SPARSE = ["weights.sync_every=2"]
 SHARED_ROWS = ["trainer.sequence_parallel=2"]
 
@@ -91,13 +92,14 @@ def assert_evaluated_every_second_step(folder: Path, lines: list[dict[str, Any]]
 
 
 def assert_the_checkpoint_is_as_good_as_the_run_found(folder: Path) -> None:
-    """`baton eval` on a checkpoint, by the likeliest tokens, comes to what the run measured after that step.
+    """`baton eval` on a checkpoint, by the likeliest tokens and with an engine of two workers, comes to what the run
+    measured after that step.
 
     An adapter is merged for it, whereas the run's engines hold it beside the base.
     """
-    output = folder / "result.json"
+    output, checkpoint = folder / "result.json", folder / "checkpoints" / "step_2"
     said = subprocess.run(
-        [sys.executable, "-m", "service", "eval", str(folder / "checkpoints" / "step_2"), "--output", str(output)],
+        [sys.executable, "-m", "service", "eval", str(checkpoint), "--output", str(output), WIDE],
         cwd=ROOT,
         env=os.environ.copy(),
         capture_output=True,

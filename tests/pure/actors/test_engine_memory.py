@@ -107,8 +107,19 @@ def configured(*settings: str) -> Config:
 def test_an_option_of_vllm_reaches_the_engine_over_what_baton_would_set(made_model: Path) -> None:
     arguments = arguments_of(made_model, "generator.engine_options.max_num_batched_tokens=512")
     assert arguments["max_num_batched_tokens"] == 512
+
+
+def test_an_engine_of_several_gpus_has_processes_of_its_own_and_no_pipeline_on_a_cpu(
+    made_model: Path, request: pytest.FixtureRequest
+) -> None:
+    """Inside a placement group vLLM would ask Ray for them."""
+    two_stages = "generator.engine_options.pipeline_parallel_size=2"
     with pytest.raises(UserError, match="CPU build has no pipelines"):
-        arguments_of(made_model, "generator.engine_options.pipeline_parallel_size=2")
+        arguments_of(made_model, two_stages)
+    request.getfixturevalue("as_on_gpu")
+    for several in (two_stages, "generator.tensor_parallel_size=2"):
+        assert arguments_of(made_model, several)["distributed_executor_backend"] == "mp"
+    assert "distributed_executor_backend" not in arguments_of(made_model)
 
 
 @pytest.mark.parametrize("name", ["top_p", "speculative_config", "model", "cpu_offload_gb", "kv_transfer_config"])
