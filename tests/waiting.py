@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 Found = TypeVar("Found")
@@ -27,6 +30,22 @@ def until(
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s: {said()}"
         time.sleep(pause)
     return found
+
+
+def ran(
+    *words: str | Path, folder: Path | None = None, seconds: float = 400, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """How a command ended, in a folder and with more environment variables."""
+    return subprocess.run(
+        [str(word) for word in words],
+        cwd=folder,
+        env=os.environ | variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
 
 
 def free_port() -> int:

@@ -29,6 +29,7 @@ from service.scorers.scorer import Scorer
 from tests.docs.test_readme import blocks as blocks_in
 from tests.docs.test_readme import commands, importable, played, sound
 from tests.pure.scorers.test_scorer import GROUP, TASKS, WORDS
+from tests.waiting import ran
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -42,15 +43,8 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    done = ran(*build, folder=ROOT, NO_MKDOCS_2_WARNING="1")
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     return folder
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 
 from tests import hostile_folder
 from tests.e2e.conftest import ROOT
+from tests.waiting import ran
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1000)]
 
@@ -24,15 +23,8 @@ SMALL = [
 def test_a_run_trains_there_and_its_generator_loads_the_standard_library(tmp_path: Path) -> None:
     folder = hostile_folder.make(tmp_path)
     baton = str(Path(sys.executable).with_name("baton"))
-    done = subprocess.run(
-        [baton, "run", "--config", str(ROOT / "configs/quickstart.yaml"), *SMALL],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "LOADED": str(folder / "loaded")},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
+    run, variables = ["run", "--config", ROOT / "configs/quickstart.yaml", *SMALL], {"LOADED": str(folder / "loaded")}
+    done = ran(baton, *run, folder=folder, seconds=800, PYTHONPATH=str(ROOT), **variables)
     assert done.returncode == 0 and "finished after 2 optimizer steps" in done.stdout, done.stdout + done.stderr
     assert not (folder / "executed").exists(), (folder / "executed").read_text()
     html, current, child = (folder / "loaded").read_text().split("\n")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import tempfile
 
@@ -12,6 +10,7 @@ import psutil
 import pytest
 
 from service.run.liveness.host_memory import REMEDIES
+from tests.waiting import ran
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
@@ -56,12 +55,9 @@ def test_an_actor_that_rays_memory_monitor_ends_is_named_with_its_size_and_what_
     threshold = (memory.total - memory.available + ROOM) / memory.total
     monitor = {"RAY_memory_usage_threshold": f"{threshold:.4f}", "RAY_memory_monitor_refresh_ms": "100"}
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:  # short, for sockets
-        command = [sys.executable, "-c", RUN, folder]
-        ran = subprocess.run(
-            command, env={**os.environ, **monitor}, capture_output=True, text=True, timeout=300, check=False
-        )
-    assert ran.returncode == 0, ran.stderr
-    (line,) = ran.stdout.splitlines()
+        done = ran(sys.executable, "-c", RUN, folder, seconds=300, **monitor)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
     told = re.fullmatch(
         r"the process of generator-0 \(pid \d+\) was out of memory, at (\S+) GB: Ray ended it \(its host had \S+ of "
         r"\S+ in use\); (.*); Ray starts it again",

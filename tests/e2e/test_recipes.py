@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.run.folder import read_lines
 from tests.e2e.conftest import ROOT, Drive
+from tests.waiting import ran
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1000)]
 
@@ -97,15 +96,9 @@ def assert_the_checkpoint_is_as_good_as_the_run_found(folder: Path) -> None:
 
     An adapter is merged for it, whereas the run's engines hold it beside the base.
     """
-    output, checkpoint = folder / "result.json", folder / "checkpoints" / "step_2"
-    said = subprocess.run(
-        [sys.executable, "-m", "service", "eval", str(checkpoint), "--output", str(output), WIDE],
-        cwd=ROOT,
-        env=os.environ.copy(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    output = folder / "result.json"
+    words = ["-m", "service", "eval", folder / "checkpoints" / "step_2", "--output", output, WIDE]
+    said = ran(sys.executable, *words, folder=ROOT, seconds=300)
     assert said.returncode == 0, said.stdout + said.stderr
     (found,) = json.loads(output.read_text())["sets"]
     before, measured, *_ = read_lines(folder / "evaluations.jsonl")

@@ -18,6 +18,7 @@ from service.errors import JournalError, RunFailed
 from service.handoff.journal.journal import Journal
 from service.handoff.verbs import Claim, Receipt, Wait, WaitReason
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
+from tests.pure.actors.fakes import until
 from tests.pure.buffer.world import START, Generator, config, step
 from tests.pure.scorers.test_asking import GOOD, Fake, asked_of
 from tests.sim.disk import MemoryDisk
@@ -80,9 +81,7 @@ async def test_a_group_that_its_deadline_cuts_short_is_scored_although_nobody_ca
         of = TrajectoryId(work.group_id, sample)
         sent = generator.send([step(of, "p0", 0)], [TrajectoryEnd(of, "p0", 1, "stop", 1.0)])
         assert isinstance(sent, Receipt)
-    async with asyncio.timeout(30):
-        while not judge.asked:
-            await asyncio.sleep(0.02)
+    await until(lambda: judge.asked)
     await actor.stop()
 
 

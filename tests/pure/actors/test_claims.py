@@ -11,6 +11,7 @@ from service.backoff import Backoff
 from service.errors import RunFailed, Starved
 from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
 from service.types import PolicyVersion, Refusal, RefusalReason
+from tests.pure.actors.fakes import until
 
 LOOKAHEAD = Wait(WaitReason.LOOKAHEAD, "slot 9", 0.0)
 DRAINED = Wait(WaitReason.DRAINED, "run_end", 0.0)
@@ -60,8 +61,7 @@ async def test_a_generator_that_leaves_claims_no_more_also_while_it_waits() -> N
     buffer = FakeBuffer(LOOKAHEAD, asyncio.get_running_loop().create_future())
     claimer = source(buffer)
     waiting = asyncio.ensure_future(claimer.next())
-    while len(buffer.claims) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(buffer.claims) >= 2)
     assert claimer.waiting == LOOKAHEAD, "why there is no work can be seen"
     claimer.leave()
     assert await waiting is None and await claimer.next() is None
@@ -78,8 +78,7 @@ async def test_a_newer_version_makes_a_new_claim_and_the_overtaken_one_loses_not
     buffer = FakeBuffer(LOOKAHEAD, overtaken, groups(7), LOOKAHEAD, LOOKAHEAD, DRAINED)
     claimer = source(buffer, versions)
     waiting = asyncio.ensure_future(claimer.next())
-    while len(buffer.claims) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(buffer.claims) >= 2)
     versions.append(PolicyVersion(1, 1))
     claimer.look_again()
     assert await waiting == group(7)

@@ -32,7 +32,6 @@ from service.run.preparing.inputs import Prepared
 from service.run.records.writer import RunWriter
 from tests.pure.actors.fakes import answering
 
-FRUITLESS = "591 groups finished, all filtered: every return was 0.0"
 MEASURED = {"reward/avg_raw_reward": 0.5, "async/staleness_mean": 0.0, "generate/batch_padded_seq_len": 8.0}
 LEASED = LeasedBatch(0, MEASURED, (), [], [])
 

@@ -26,7 +26,7 @@ from service.errors import ProcessLost
 from service.run.liveness import supervisor as liveness
 from service.run.liveness.host_memory import FULL, REMEDIES, Memory
 from service.run.liveness.supervisor import Life, Supervisor
-from tests.pure.actors.fakes import answering, opened
+from tests.pure.actors.fakes import answering, opened, until
 
 FIRST, NEXT = Life("first", is_set_up=True), Life("next", is_set_up=False)
 DIED = r"^the process of buffer \(first\) died: End of file$"
@@ -46,10 +46,8 @@ class Actor:
         return life
 
     async def asked_again(self, times: int = 2) -> None:
-        until = self.asked + times
-        async with asyncio.timeout(30):
-            while self.asked < until:
-                await asyncio.sleep(0.001)
+        enough = self.asked + times
+        await until(lambda: self.asked >= enough)
 
     async def becomes(self, life: Life | None, times: int = 2) -> None:
         """Be so, and be asked again."""
@@ -165,9 +163,7 @@ async def test_an_actor_that_has_no_process_for_long_is_named_again_until_it_has
     monkeypatch.setattr(liveness, "AGAIN_SECONDS", 0.05)
     watch = await Watch().begun()
     watch.actor.life = None
-    async with asyncio.timeout(30):
-        while watch.said[1:] != ["buffer still has no process"] * 2:
-            await asyncio.sleep(0.001)
+    await until(lambda: watch.said[1:] == ["buffer still has no process"] * 2)
     await watch.actor.becomes(FIRST)
     await asyncio.sleep(0.1)
     assert "died" in watch.said[0] and len(watch.said) == 3
@@ -192,9 +188,7 @@ async def test_silence_is_named_repeatedly_and_ends_a_wait_at_the_deadline_of_th
     if has_process:
         with pytest.raises(ProcessLost, match=r"^no answer of buffer for 0 s \(it hangs\)$"):
             await watch.waiting()
-    async with asyncio.timeout(30):
-        while len(watch.said) < before + 2:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(watch.said) >= before + 2)
     assert watch.said[before:] == ["buffer has not answered for 0 s"] * 2
 
 

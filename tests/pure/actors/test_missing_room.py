@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from actors.driver.placement import (
 )
 from service.config import Config, check, load_config
 from service.errors import UserError
+from tests.waiting import ran
 
 
 def config(**parts: dict[str, object]) -> Config:
@@ -111,10 +111,7 @@ def test_the_quick_start_fits_one_gpu_and_two(gpus: int, tmp_path: Path) -> None
     listing = tmp_path / "nvidia-smi"
     listing.write_text("#!/bin/sh\nfor n in " + " ".join(map(str, range(gpus))) + "; do echo GPU $n: H100; done\n")
     listing.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    made = subprocess.run(
-        ["make", "-n", "quickstart"], env={**os.environ, "PATH": path}, capture_output=True, text=True
-    )
+    made = ran("make", "-n", "quickstart", PATH=f"{tmp_path}:{os.environ['PATH']}")
     command = next(line for line in made.stdout.splitlines() if "baton run" in line).split()
     settings = command[command.index("configs/quickstart.yaml") + 1 :]
     config = load_config(["configs/quickstart.yaml"], settings)

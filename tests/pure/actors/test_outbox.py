@@ -16,6 +16,7 @@ from service.errors import RunFailed, Starved
 from service.handoff.steps.wire import decode
 from service.handoff.verbs import Receipt
 from service.types import Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId
+from tests.pure.actors.fakes import until
 
 LIMITS = message_limits(Config(), vocab_size=100)
 POISONED = 13
@@ -139,9 +140,7 @@ async def test_a_turn_of_a_group_that_takes_long_is_not_held_back_for_it(monkeyp
     buffer = FakeBuffer()
     async with sending(buffer) as (outbox, _):
         outbox.append(step(0))
-        async with asyncio.timeout(10):
-            while not buffer.sent:
-                await asyncio.sleep(0.005)
+        await until(lambda: buffer.sent)
     assert buffer.group_ids() == [0]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from service.rollout.environments.registry import make_environment
 from service.rollout.factory import IsolatedEnvironment, environment_processes
 from service.user_code import registered
 from tests import hostile_folder
+from tests.waiting import ran
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
@@ -26,10 +26,7 @@ BATON = [sys.executable, "-P", "-c", "import sys; from service.cli import main; 
 
 
 def said(folder: Path, *words: str, command: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*(command or BATON), *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
-    )
+    return ran(*(command or BATON), *words, folder=folder, PYTHONPATH=str(ROOT))
 
 
 @pytest.fixture

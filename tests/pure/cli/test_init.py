@@ -1,7 +1,5 @@
 """`baton init`: what it writes is right as it is, and what it refuses it leaves alone."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from service.config import RunConfig, load_config
 from service.errors import UserError
 from service.rollout.environments.registry import synthetic_data
 from tests.pure.conftest import Refused
+from tests.waiting import ran
 
 ROOT = Path(__file__).parents[3]
 FILES = ["README.md", "config.yaml", "environment.py", "pytest.ini", "test_environment.py", "train.jsonl"]
@@ -59,15 +58,8 @@ def test_the_folder_of_a_task_is_no_run(task: Path, refused: Refused) -> None:
 def test_the_test_of_a_new_tasks_environment_passes_in_a_project_with_settings_of_its_own(task: Path) -> None:
     settings = 'asyncio_default_fixture_loop_scope = "session"\nfilterwarnings = ["error"]\n'
     (task.parent / "pyproject.toml").write_text(f"[tool.pytest.ini_options]\n{settings}")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
-        cwd=task,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    pytest_here = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = ran(*pytest_here, folder=task, PYTHONPATH=str(ROOT))
     assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout + done.stderr
 
 

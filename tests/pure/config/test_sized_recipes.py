@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.shapes import model_folder
-from service.cli.parser import main
 from service.config import Config, load
 from service.config.checks import check, check_bytes
 from service.learn.model.hf_config import read_config
@@ -45,10 +44,3 @@ def test_a_run_of_simulated_engines_and_ranks_gets_to_its_last_step() -> None:
     words = (f"generator.concurrent_groups={groups}", f"trainer.mini_batch_size={size}")
     scenario = Scenario(generators=config.generator.max_engines, median_tokens=24, steps=6, sigma=0.5)
     assert simulated(SimulationSettings.of(recipe(SIZED[-1], *words)), scenario, seed=0).steps_per_second > 0
-
-
-@pytest.mark.parametrize("name", SIZED)
-def test_the_plan_of_a_recipe_says_that_it_fits(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = folder_of(recipe(name), tmp_path)
-    assert main(["plan", "--config", str(CONFIGS / f"{name}.yaml"), f"model.path={folder}"]) == 0
-    assert f"on {GPUS[name]} h100" in capsys.readouterr().out
