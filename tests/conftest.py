@@ -3,8 +3,6 @@
 Ray's own fixture is in `tests/e2e/conftest.py`; nothing here imports Ray, so that the pure tests need none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The invariant of the ledger, which holds after every event."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import msgspec

@@ -1,7 +1,5 @@
 """Forms a run's mini-batches again from its journal, bit by bit."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 import tempfile

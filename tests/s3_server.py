@@ -1,7 +1,5 @@
 """A server on this machine that speaks S3, for tests of the object store; and one that fails half of the time."""
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

@@ -1,7 +1,5 @@
 """The seconds of each test file: `make test` writes them, and the copy in `tests/slowest.txt` tells slow files."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which keys of a line of `metrics.jsonl` have a meaning."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Waiting for what another process or thread does: by looking until it is there, never by sleeping for a while."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

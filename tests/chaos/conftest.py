@@ -1,7 +1,5 @@
 """Chaos runs, and the figures that they leave."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m tests.chaos.outside FOLDER    makes two calls in each session that was handed on, and finishes it
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -4,8 +4,6 @@ A moment is read from the title of trainer-0's process, which Ray sets to the me
 first line of each of its logs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

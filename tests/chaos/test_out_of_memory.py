@@ -1,7 +1,5 @@
 """The kernel ends processes of a real run for want of memory: each death is named as that, with what to change."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Processes of a real run killed at once, calls that Ray loses, and Ray killed: nothing is lost, nothing is doubled."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

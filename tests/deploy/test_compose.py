@@ -1,7 +1,5 @@
 """The containers of `deploy/monitoring/compose.yaml` find the files that they are started with."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The documents for Kubernetes are checked in `test_manifests.py`, those of Grafan
 `test_dashboards.py` and `test_compose.py`.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

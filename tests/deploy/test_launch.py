@@ -1,7 +1,5 @@
 """The files for SkyPilot and `ray up`: their schemas, by which `test_every_file.py` checks them, and their commands."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shlex

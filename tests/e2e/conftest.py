@@ -1,7 +1,5 @@
 """One Ray for all end-to-end tests of a session, and runs as a user starts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

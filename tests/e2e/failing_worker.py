@@ -1,7 +1,5 @@
 """A worker whose next updates fail where a test says."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

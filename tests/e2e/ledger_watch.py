@@ -1,7 +1,5 @@
 """Scrapes a run each second, as Prometheus does, and keeps the pages on which the token ledger does not close."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

@@ -1,7 +1,5 @@
 """An environment whose prompts grow long while a file is there."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The quick start's task, with answers that a run repeats: what the engine samples depends on the policy and on the
 place in the run (group, sample, turn), not on when it is asked, nor on how often."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import zlib

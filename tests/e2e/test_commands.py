@@ -1,7 +1,5 @@
 """`baton eval` as a user stops it, and `baton agent-try` with a model on vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

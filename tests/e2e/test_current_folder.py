@@ -1,7 +1,5 @@
 """A run that is started in a folder whose files are named like modules of Python, of Ray and of Baton."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

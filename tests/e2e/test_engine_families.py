@@ -1,7 +1,5 @@
 """Engines of families with several kinds of layers sample what transformers computes, also over updates."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

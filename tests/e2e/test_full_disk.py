@@ -1,7 +1,5 @@
 """A real run whose disk another process fills: it ends with one line, and goes on once there is room."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """`ray job submit`, word for word as the README has it, against a Ray that was started as the README has it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

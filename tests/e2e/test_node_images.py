@@ -1,7 +1,5 @@
 """New weights reach a node once, from the ranks; all engines of the node map one image."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing

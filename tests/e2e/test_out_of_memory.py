@@ -1,7 +1,5 @@
 """Lack of memory, of a host or of a rank's GPU: one line names it with what is done, or what to change."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The package as a user has it: a wheel in an environment of its own, a task from `baton init`, a run to its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Ranks and engines are placed together, all or none, on nodes that have what they need; what is missing is said."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The quickstart as a user runs it: a process of its own, with real vLLM, Ray and FSDP."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

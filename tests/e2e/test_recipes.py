@@ -1,7 +1,5 @@
 """The small recipes as a user runs them, with real vLLM, Ray and FSDP: a few optimizer steps each."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

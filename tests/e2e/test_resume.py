@@ -1,7 +1,5 @@
 """Runs that end, lose parts, or lose their machine and its disk, and go on as if nothing had been."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scorers as processes: a teacher's engine against a Hugging Face forward pass, and user code that hangs or dies."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

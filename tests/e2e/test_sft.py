@@ -1,7 +1,5 @@
 """`baton sft` as a user runs it, and what it leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

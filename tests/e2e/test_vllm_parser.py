@@ -1,7 +1,5 @@
 """vLLM's parsers behind the endpoint's protocol: what they read, and what stays text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What has to hold of a run that has ended, whatever befell it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

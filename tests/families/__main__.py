@@ -1,8 +1,6 @@
 """Checks that training computes a small model like MODEL as the code of the model's family does; without MODEL, prints
 the table of families in docs/models.md."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Printed are differences in nats of the same sampled tokens' log-probabilities, by engine, trainer and transformers.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

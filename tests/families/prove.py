@@ -4,8 +4,6 @@ The family's code in transformers computes every row by itself, with its plain (
 training may compute has to give the same loss, and the same gradient of every weight.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Makes a small model of any family: the family's own configuration with few layers, heads and experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig

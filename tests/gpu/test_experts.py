@@ -1,7 +1,5 @@
 """Routed experts as vLLM records them on a GPU, where its Model Runner V2 and asynchronous scheduling run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The learner on a CUDA GPU: the same numbers as on CPU, and no hidden waits for the device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

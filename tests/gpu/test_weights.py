@@ -1,7 +1,5 @@
 """Weights within one GPU: short runs that end when engine and trainer disagree about a token."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Hosts to run on, and runs on them, each watched."""
 
-from __future__ import annotations
-
 import secrets
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Ctrl-C ends the run in order, and then the hosts.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 

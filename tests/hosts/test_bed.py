@@ -1,7 +1,5 @@
 """The hosts that the tests run on are cut off, killed and made anew; else a test of a lost host would show nothing."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 

@@ -3,8 +3,6 @@
 `-s` prints how long each took to go on.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 `-s` prints how long each took. The commands that the page has are taken from it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

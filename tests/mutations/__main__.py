@@ -9,8 +9,6 @@ examples:
 code is not found has to be rewritten to the code that took its place. The checkout itself is never changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

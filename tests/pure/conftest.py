@@ -1,7 +1,5 @@
 """A small model as a run makes it, for tests that read or spoil one."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Processes that need not import anything."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """A call that fails is repeated, until its deadline or its number of tries."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

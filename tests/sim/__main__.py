@@ -5,8 +5,6 @@ examples:
   python -m tests.sim --worlds 1 --seed 1234      # one world again
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

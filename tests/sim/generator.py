@@ -1,8 +1,6 @@
 """A simulated generator: claims groups, plays their trajectories in virtual time, sends the steps. It may leave, fall
 silent, fail or lose responses."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

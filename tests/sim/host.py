@@ -1,7 +1,5 @@
 """The buffer's process, which may die at any time, and the network over which other processes ask it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Worlds in virtual time: their loop, clocks that follow the loop, and processes that run coroutines."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextvars import Context

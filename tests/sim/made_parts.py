@@ -1,7 +1,5 @@
 """The parts of a run in virtual time: the production actors around an engine, a learner and a player that are none."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

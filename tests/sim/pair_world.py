@@ -6,8 +6,6 @@ scorer, hub, agent workers                      made
 Ray                                             made, see made_ray.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import io

@@ -1,7 +1,5 @@
 """Pairs of deaths: who dies, when, and what is known of a run in which they died, simulated or real."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Figures of a simulated run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

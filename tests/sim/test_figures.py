@@ -1,7 +1,5 @@
 """What the simulation says about lookahead and order agrees with the table in the documentation."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable

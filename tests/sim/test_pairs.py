@@ -1,7 +1,5 @@
 """Two things die at once: every pair, at every moment of a run, in virtual time; see pair_world.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

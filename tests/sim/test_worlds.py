@@ -1,7 +1,5 @@
 """Seeded worlds full of faults: nothing acknowledged is lost, nothing is trained twice, nothing hangs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

@@ -1,7 +1,5 @@
 """A simulated trainer: leases, trains for some seconds, commits, publishes, checkpoints."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

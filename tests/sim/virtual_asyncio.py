@@ -4,8 +4,6 @@ Every task and timer belongs to the process in whose context it began; the drive
 killed gets no further line of code; one that stands still gets its timers and answers when it goes on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import weakref

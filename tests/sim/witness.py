@@ -1,7 +1,5 @@
 """Checks the promises from outside the buffer, and measures the run."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -7,8 +7,6 @@
 `fault_world` draws settings and faults from a seed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Generators and a trainer without Ray, whose methods are called as an actor's are, and which can be told to fail."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The buffer's actor: who waits at it, what wakes whom, and a journal that belongs to one process."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 from functools import partial

@@ -1,7 +1,5 @@
 """What the buffer learns of a checkpoint with which a run goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The driver's loop with a buffer, a trainer and a hub that are none, and no generators."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

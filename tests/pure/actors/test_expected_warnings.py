@@ -1,7 +1,5 @@
 """The log has no false alarms of vLLM's, and keeps every other warning."""
 
-from __future__ import annotations
-
 import logging
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A generator around an engine that is told what to do: files of weights, updates, and its own end."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """What a run says about the hosts that hold its parts."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Bytes of weights on their way into a node's image: bucket by bucket as they were sent, and no descriptor is left."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """What a node must have before a rank or an engine loads there."""
 
-from __future__ import annotations
-
 import errno
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Who writes a node's image of weights, and who loads it; Ray's own part is in tests/e2e."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter

@@ -1,7 +1,5 @@
 """The parts of the ranks are together one file of weights, whatever the rows that each rank has."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The trainer's end of weights that go from GPU to GPU: what it sends or shares, of which version, in which order."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import closing
 from pathlib import Path

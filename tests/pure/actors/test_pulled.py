@@ -1,7 +1,5 @@
 """What a reader pulls of a weights file, whose parts lie in the memories of several ranks, is what the ranks hold."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Generators that join a run and leave it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """How a trainer rank is started and joins its process group, and which part of a mini-batch it gets."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import socket

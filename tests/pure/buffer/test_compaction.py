@@ -1,7 +1,5 @@
 """A full journal is tidied up: what is needed of its oldest part is copied forward, bit for bit, and the rest goes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

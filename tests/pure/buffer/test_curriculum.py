@@ -1,7 +1,5 @@
 """Which prompts are issued, by their success so far; and what it costs to filter groups without variance."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

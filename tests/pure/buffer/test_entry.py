@@ -1,7 +1,5 @@
 """A trajectory whose parts contradict each other is refused, in one message or in several."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the configuration check accepts is never too small for the buffer, and no message exceeds its reservation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Valid messages with a few numbers changed, through the whole door: none raises, and what is accepted replays."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps of roles that are not trained: no loss and fates of their own, also after a crash, a repetition, a rollback."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Groups wait for their scorers between the last submit and the lease; the first answer is journalled and used."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Claims that wait for a group: which are served, in which order, and how many are asked for that."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

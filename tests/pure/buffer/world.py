@@ -1,7 +1,5 @@
 """A small world around a buffer: a clock to turn, a generator's hand, and trajectories to send."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Sequence
 from dataclasses import replace

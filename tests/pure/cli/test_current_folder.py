@@ -1,7 +1,5 @@
 """The current folder: modules of the user are found in it, and nothing in it takes another module's place."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

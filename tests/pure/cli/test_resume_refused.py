@@ -1,7 +1,5 @@
 """A resumption that is refused, or ends before the run goes on, changes nothing of the run and starts no Ray."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """`baton sft` refuses wrong input in one line, before Ray is loaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

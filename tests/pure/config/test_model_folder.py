@@ -1,7 +1,5 @@
 """A model folder that cannot be trained is refused by its files' headers, without loading torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

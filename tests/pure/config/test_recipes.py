@@ -1,7 +1,5 @@
 """Every configuration that comes with Baton passes `baton config validate`, alone and for several nodes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

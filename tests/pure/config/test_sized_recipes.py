@@ -1,7 +1,5 @@
 """Recipes for models of certain sizes: the bounds of their buffers, their plans, and a run of fakes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

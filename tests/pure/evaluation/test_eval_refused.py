@@ -1,7 +1,5 @@
 """What `baton eval` refuses: in one line, with code 2, before anything is started."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Evaluation: means per trajectory, pass@k, lost trajectories."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

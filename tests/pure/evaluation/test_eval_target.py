@@ -1,7 +1,5 @@
 """What `baton eval` takes a path for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

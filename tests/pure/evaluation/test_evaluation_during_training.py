@@ -1,7 +1,5 @@
 """A run's evaluations: what becomes of their numbers, and of one that does not end."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any, cast

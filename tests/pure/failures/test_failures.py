@@ -1,7 +1,5 @@
 """A run whose every trajectory fails ends with what fails, and its texts are safe to print."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`make gpu` on a machine without a GPU: a rehearsal, parts that crash, hang or lack a package, and its arithmetic."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

@@ -4,8 +4,6 @@ A token is (the step that carries it, its place there, its id): equal tokens of 
 one of the steps refers to them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The fields of `Steps` are the only definition of its columns: one more line is a column that goes all the way."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

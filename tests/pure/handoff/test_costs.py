@@ -1,7 +1,5 @@
 """What steps cost grows with their tokens: four times as many take about four times as long, however they branch."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Credit by turn: advantages as they are defined, and all the way into a mini-batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every distinct token of rows is numbered once, and every row finds its own tokens again."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The core called directly, without the buffer's door in front: what would be wrong in silence is an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The catalogue of bad inputs: each is refused with its reason, or masked, and none raises."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """Rewards, groups and baselines by prompt and role."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

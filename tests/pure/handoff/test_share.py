@@ -1,7 +1,5 @@
 """Rows that begin alike are packed together, by the number of their distinct tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The example that reads SkyRL's step lists."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small made episodes for the tests of the handoff core."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Takes the place of a run's evaluations where the room `evaluation` is taken out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Mini-batches by hand: trajectories as rows of tokens, cut and packed at will."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Small random models of some families, and routing for those with experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics and gradient of a mini-batch, exact enough that another order of the same work can be told from an error."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple

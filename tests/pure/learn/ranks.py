@@ -1,7 +1,5 @@
 """Runs a function on every rank of a process group, each rank in a process of its own."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import tempfile

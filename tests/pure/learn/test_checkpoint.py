@@ -1,7 +1,5 @@
 """A learner goes on from a checkpoint as if it had never stopped, on any number of ranks."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

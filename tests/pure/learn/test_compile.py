@@ -1,8 +1,6 @@
 """What runs fast by default on a GPU, as far as a CPU can show it: which layers are compiled, how often, and that it is
 the same computation."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Linear attention of packed rows is that of each row by itself."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

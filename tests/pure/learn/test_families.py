@@ -1,7 +1,5 @@
 """The model families that are trained: same log-probabilities as their own code, same files on the way out."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Recipes fit the memory of their GPUs, and what does not fit is refused before Ray starts."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FlashAttention 4 behind an operator of its own: on CPU a stand-in with the package's arguments computes."""
 
-from __future__ import annotations
-
 import ast
 import logging
 import tomllib

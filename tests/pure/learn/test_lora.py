@@ -1,7 +1,5 @@
 """A low-rank adapter: the same gradients as through merged weights, in every layout, on any number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

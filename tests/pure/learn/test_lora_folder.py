@@ -1,7 +1,5 @@
 """Adapters on disk: PEFT's form, a start from one, and the merged weights that `baton export` writes."""
 
-from __future__ import annotations
-
 import json
 import resource
 from collections.abc import Callable

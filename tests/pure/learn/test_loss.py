@@ -1,7 +1,5 @@
 """Each loss, reduction and correction as published, where a trajectory is one row; what is masked counts nowhere."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

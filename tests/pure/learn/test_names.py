@@ -1,7 +1,5 @@
 """Weights of published folders have a place in the model, and are written under the names that they had."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Families are taken because a small model of each is trained as the family's own code computes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

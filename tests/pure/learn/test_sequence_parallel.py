@@ -1,7 +1,5 @@
 """Shared prefixes are computed once, and ranks share the tokens of a micro-batch, and nothing else changes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple

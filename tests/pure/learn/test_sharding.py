@@ -1,7 +1,5 @@
 """What the ranks of a sharded policy hold, wait for, publish and resume from; and the steps that they take."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

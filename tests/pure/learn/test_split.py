@@ -1,7 +1,5 @@
 """The same metrics and gradient however trajectories are cut into rows, merged, packed or sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One mini-batch, one optimizer step: or none, and the reason."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The trial of the largest micro-batches: what it computes, what it compiles, what it leaves behind."""
 
-from __future__ import annotations
-
 import pickle
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models whose packed forward pass would be wrong are refused where their folder is read, with the reason."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

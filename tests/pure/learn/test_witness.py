@@ -1,8 +1,6 @@
 """The numbers of training against an outside witness: a model of plain torch in float64, which uses neither modules of
 transformers nor code of Baton, and formulas of its own for advantages and loss."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Random rows that begin alike: shared prompts, forks at any depth, identical rows, prefixes, empty responses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The variable-length attention kernel on CPU, so that code and torch's compiler take the path of a GPU."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import pairwise

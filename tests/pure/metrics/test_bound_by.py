@@ -1,7 +1,5 @@
 """What binds a run, by measured figures: a part that is slow has the largest share."""
 
-from __future__ import annotations
-
 import pytest
 
 from service.cli.status_view import status_lines

@@ -1,7 +1,5 @@
 """A run that does not learn: the likeliest cause is named first, and a healthy run is not blamed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`baton plan`: what does not fit is said, splits use all GPUs, and seconds are those of an arithmetic by hand."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace

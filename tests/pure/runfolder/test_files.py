@@ -1,7 +1,5 @@
 """A folder that replaces another is whole at any moment at which its writer may die; the lock of a folder."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Addresses of a model hub, against a server that speaks what huggingface_hub asks for."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Scorers of a user: good ones and bad ones."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

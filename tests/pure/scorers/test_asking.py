@@ -1,7 +1,5 @@
 """Scorers are asked within deadlines and attempts; what they do wrong costs the group that they were asked about."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a scorer is given, and how its answer is read: a user's code, a teacher."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence

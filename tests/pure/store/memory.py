@@ -1,7 +1,5 @@
 """An object store in memory that fails where a test says so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 

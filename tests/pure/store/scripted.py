@@ -4,8 +4,6 @@ Its buffer, journal, checkpoints and uploads are the real ones, and rewards depe
 same groups in the same order comes to the same weights, bit by bit.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

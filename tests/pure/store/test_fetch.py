@@ -1,7 +1,5 @@
 """A run goes on from its store on an empty disk as if it had never stopped, and never with parts of another run."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`baton run` with a store: what is refused before Ray starts, and what is in the store when the command ends."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The store against a server that speaks S3, and its address: a wrong one is refused in one line without secrets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the Trace Event Format asks of a file, and what holds of a run's timeline."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

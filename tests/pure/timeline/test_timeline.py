@@ -1,7 +1,5 @@
 """The timeline of a run: recorded as Chrome trace events, kept in bounded files, and joined."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

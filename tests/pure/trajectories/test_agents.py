@@ -1,7 +1,5 @@
 """What an agent did, for people: roles, what each call continues, and what its run wrote."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
