@@ -12,7 +12,7 @@ import yaml
 
 from scripts.dashboards.pages import DASHBOARDS
 from scripts.dashboards.panels import last, last_ratio, mean, quantile, rate, rate_ratio
-from service.observe.metrics_table import TABLE
+from tests.deploy.test_rules import known_series
 
 FOLDER = Path("deploy/grafana")
 FILES = sorted((FOLDER / "dashboards").glob("*.json"))
@@ -43,10 +43,7 @@ def test_panels_have_what_a_reader_needs_and_do_not_overlap(document: dict[str, 
 
 @pytest.mark.parametrize("document", DOCUMENTS.values(), ids=list(DOCUMENTS))
 def test_every_expression_asks_for_metrics_that_exist_and_for_the_chosen_run_only(document: dict[str, Any]) -> None:
-    known = {metric.name for metric in TABLE}
-    for metric in TABLE:
-        if metric.kind == "histogram":
-            known |= {f"{metric.name}_{part}" for part in ("bucket", "count", "sum")}
+    known = known_series()
     for panel in document["panels"]:
         for target in panel["targets"]:
             used = re.findall(r"(?<![:\w])(baton_\w+)(\{[^}]*\})?", target["expr"])

@@ -218,10 +218,6 @@ def measuring_seconds(url: str) -> float:
     return sum(float(value) for value in re.findall(spent, get(f"{url}/metrics"), re.MULTILINE))
 
 
-def metrics_hubs(driver: psutil.Process) -> list[psutil.Process]:
-    return [process for process in driver.children(recursive=True) if "ray::MetricsHub" in " ".join(process.cmdline())]
-
-
 def long_batches(url: str) -> float:
     """How many mini-batches were padded beyond the threshold."""
     bucket = r'^baton_batch_padded_sequence_length_tokens_bucket{.*\ble="(.+?)".*} (\S+)$'
@@ -383,18 +379,3 @@ def ports(real_run: RealRun, names: list[str]) -> tuple[Counter[tuple[str, str]]
             at = "every" if ip in ("0.0.0.0", "::") else "loopback" if ip in own_address else "the node's"
             found[name, at] += 1
     return found, processes
-
-
-def test_a_hub_that_died_is_back_at_its_address_with_the_actors_numbers(real_run: RealRun) -> None:
-    (hub,) = metrics_hubs(real_run.driver)
-    hub.kill()
-    hub.wait(60)  # what was killed answers no more
-
-    def back() -> bool:
-        try:
-            status = get_json(f"{real_run.url}/status")
-        except (OSError, ValueError):
-            return False
-        return len(status["actors"]) >= 5 and status["state"] == "training"
-
-    until(back, 240)

@@ -5,12 +5,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from service.errors import JournalError, RunFailed
-from service.handoff.buffer import Buffer
-from service.handoff.journal.journal import Journal
+from service.errors import RunFailed
 from service.handoff.ledger.events import GroupState
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.record import Record, Store
 from service.handoff.scoring import Answer, Scoring
 from service.types import Refusal
 from tests.invariant import fingerprint
@@ -53,43 +50,8 @@ def answers_before_the_sync(patch: Patch) -> None:
     patch.setattr(Host, "_answer", lambda self, answer, reply: reply(answer) if self.alive else None)
 
 
-def forgets_what_a_full_disk_did_not_take(patch: Patch) -> None:
-    def forgetful(self: Journal) -> int:
-        if synced(self) != self.position:
-            self._queue, self.position = [], self.synced
-        return self.synced
-
-    synced = Journal.sync
-    patch.setattr(Journal, "sync", forgetful)
-    # What is reserved is never refused by a disk, so nothing would be there to forget.
-    patch.setattr(Journal, "reserve", lambda self, n_bytes: True)
-
-
-def never_looks_at_deadlines(patch: Patch) -> None:
-    patch.setattr(Buffer, "tick", lambda self: None)
-
-
 def loses_the_groups_of_a_released_lease(patch: Patch) -> None:
     patch.setattr(Ledger, "_wait_again", lambda self, group_id, group: None)
-
-
-def keeps_superseded_steps(patch: Patch) -> None:
-    patch.setattr(Store, "drop_samples", lambda self, group_id, samples: None)
-
-
-def leaves_the_leases_out_of_snapshots(patch: Patch) -> None:
-    def forgetful(self: Ledger) -> bytes:
-        leases, self.state.leases = self.state.leases, {}
-        taken = snapshot(self)
-        self.state.leases = leases
-        return taken
-
-    snapshot = Ledger.snapshot
-    patch.setattr(Ledger, "snapshot", forgetful)
-
-
-def gives_up_segments_that_are_needed(patch: Patch) -> None:
-    patch.setattr(Record, "needed_from", lambda self: self.journal.position)
 
 
 def takes_a_scorers_newest_answer(patch: Patch) -> None:
@@ -107,20 +69,11 @@ def takes_a_scorers_newest_answer(patch: Patch) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "sabotage",
-    [
-        answers_before_the_sync,
-        forgets_what_a_full_disk_did_not_take,
-        never_looks_at_deadlines,
-        loses_the_groups_of_a_released_lease,
-        keeps_superseded_steps,
-        leaves_the_leases_out_of_snapshots,
-        gives_up_segments_that_are_needed,
-        takes_a_scorers_newest_answer,
-    ],
+    [answers_before_the_sync, loses_the_groups_of_a_released_lease, takes_a_scorers_newest_answer],
     ids=lambda sabotage: sabotage.__name__,
 )
 def test_the_worlds_catch_a_buffer_that(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
     sabotage(monkeypatch)
-    with pytest.raises((Broken, JournalError, RunFailed, KeyError, ValueError, RecursionError, ExceptionGroup)):
+    with pytest.raises((Broken, RunFailed)):
         for seed in range(120):
             fault_world(seed).run()

@@ -15,7 +15,7 @@ from service.store.objects import PART_BYTES, Objects
 from service.store_url import SCHEMES, store_url_problem
 from tests.pure.conftest import Refused
 from tests.pure.store.scripted import ScriptedRun, settings
-from tests.s3_server import BUCKET, FAULTS, KEY, SECRET, flaky_s3_server, s3_server
+from tests.s3_server import BUCKET, KEY, SECRET, s3_server
 from tests.waiting import until
 
 pytest.importorskip("obstore", reason="the package obstore is not installed")
@@ -54,38 +54,24 @@ def test_objects_of_any_size_come_back_as_they_were_and_none_is_created_twice(s3
     assert store.names() == ["a/small"]
 
 
-@pytest.mark.parametrize("share", [0.0, pytest.param(0.3, marks=pytest.mark.full)])
-def test_a_run_goes_on_from_s3_on_an_empty_disk_and_nothing_of_it_holds_a_credential(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
-) -> None:
+def test_a_run_goes_on_from_s3_on_an_empty_disk_and_nothing_of_it_holds_a_credential(s3: None, tmp_path: Path) -> None:
     whole = ScriptedRun(tmp_path / "third", settings(tmp_path), None)
     whole.train()
-    url, said = f"{URL}-{share}", list[str]()
-    with flaky_s3_server(share=0.0) as (environment, flaky):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(fetch, "Objects", lambda url: Objects(url, within=300))
-        first, second = tmp_path / "first", tmp_path / "second"
-        killed = ScriptedRun(first / "scripted", settings(first), Objects(url, within=300))
-        flaky.share = share  # a command that finds its store failing says so, and ends
-        killed.train(5)
-        until(lambda: killed.uploads.status.step == 4, 120, lambda: killed.said)
-        flaky.share = 0.0
-        config = load([fetch.from_store(url, lambda file: load([file], [f"run.dir={second}"]).config) / CONFIG]).config
-        folder = second / "scripted"
-        with resumed(config.run, config.trainer, folder) as manifest:
-            run = ScriptedRun(folder, config, Objects(url, within=300), manifest)
-        flaky.share = share
-        run.train()
-        run.end()
-        said += killed.said + run.said
-        assert not share or {*flaky.met} == {*FAULTS, ""}, flaky.met
-        flaky.share = 0.0
-        stored = Objects(url)
-        written = b"".join(b"".join(stored.get(name)) for name in stored.names())
+    url, first, second = f"{URL}-whole", tmp_path / "first", tmp_path / "second"
+    killed = ScriptedRun(first / "scripted", settings(first), Objects(url))
+    killed.train(5)
+    until(lambda: killed.uploads.status.step == 4, 120, lambda: killed.said)
+    config = load([fetch.from_store(url, lambda file: load([file], [f"run.dir={second}"]).config) / CONFIG]).config
+    folder = second / "scripted"
+    with resumed(config.run, config.trainer, folder) as manifest:
+        run = ScriptedRun(folder, config, Objects(url), manifest)
+    run.train()
+    run.end()
     assert run.history() == whole.history()
+    stored, said = Objects(url), "".join(killed.said + run.said)
+    written = b"".join(b"".join(stored.get(name)) for name in stored.names())
     written += b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
-    assert SECRET.encode() not in written and KEY.encode() not in written and SECRET not in "".join(said)
+    assert SECRET.encode() not in written and KEY.encode() not in written and SECRET not in said
 
 
 @pytest.mark.parametrize(
