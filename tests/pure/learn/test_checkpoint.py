@@ -42,19 +42,15 @@ def steps(learner: Learner, these: list[MiniBatch]) -> list[float]:
     return [learner.step(batch).metrics["policy/policy_loss"] for batch in these]
 
 
-def save_after_two(
-    rank: int, world_size: int, model: Path, folder: Path, dtype: str = "float32", lora: LoraConfig | None = None
-) -> list[float]:
-    learner = Learner(configured(dtype, lora), model, CPU, rank, world_size)
+def save_after_two(rank: int, world_size: int, model: Path, folder: Path, *how: Any) -> list[float]:
+    learner = Learner(configured(*how), model, CPU, rank, world_size)
     steps(learner, batches(world_size)[:2])
     learner.save(folder)
     return steps(learner, batches(world_size)[2:])
 
 
-def resume(
-    rank: int, world_size: int, model: Path, folder: Path, dtype: str = "float32", lora: LoraConfig | None = None
-) -> list[float]:
-    learner = Learner(configured(dtype, lora), model, CPU, rank, world_size)
+def resume(rank: int, world_size: int, model: Path, folder: Path, *how: Any) -> list[float]:
+    learner = Learner(configured(*how), model, CPU, rank, world_size)
     learner.load(folder)
     return steps(learner, batches(world_size)[2:])
 

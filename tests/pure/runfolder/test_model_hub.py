@@ -17,6 +17,7 @@ from service.config.section import Named
 from service.errors import UserError
 from service.model_hub import download
 from service.run.folder import REVISIONS
+from tests.pure.rollout.conftest import served
 
 FIRST, SECOND = "a" * 40, "b" * 40
 ROWS = b'{"prompt": "?"}\n'
@@ -67,18 +68,11 @@ class StubHub:
         """Serve, as the hub that HF_ENDPOINT names, which huggingface_hub reads when it is imported."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self.answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            endpoint = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with served(app) as endpoint:
             monkeypatch.setattr(constants, "ENDPOINT", endpoint)
             of_a_file = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("{")
             monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{endpoint}/{{{of_a_file[2]}")
             yield
-        finally:
-            await runner.cleanup()
 
 
 @pytest.fixture

@@ -23,10 +23,6 @@ def watched(folder: Path, settings: Config, kept: int = 8) -> tuple[World, LostT
     return world, lost
 
 
-def words(token_ids: list[int]) -> list[str]:
-    return [f" {token}" for token in token_ids]
-
-
 def test_a_filtered_group_is_kept_with_its_reason_and_its_whole_trajectory(tmp_path: Path) -> None:
     world, lost = watched(tmp_path, config(algorithm={"filter_zero_variance": True}))
     world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
