@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,8 @@ from service.rollout.step_sinks import StepSink
 from service.run.folder import write_address
 from service.run.liveness.supervisor import Life
 from service.scorers.reply import encode_answer
-from service.types import Extension, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
+from service.types import Extension, MiniBatch, PolicyVersion, TrajectoryEnd, TrajectoryId
+from tests.pure.handoff.worlds import step
 from tests.sim.made_ray import MadeActor
 from tests.sim.virtual_asyncio import PROCESS
 
@@ -248,21 +250,11 @@ class SimPlayer:
             version = self._engine.serving.pack()
             await self._engine.generate()
             await self._workers.turn()
-            prompt, response = np.array([turn], np.int32), np.arange(1, TOKENS + 1, dtype=np.int32) + of.sample
-            step = Step(
-                of,
-                task.uid,
-                turn,
-                prompt,
-                response,
-                logprobs=np.full(TOKENS, -0.5, np.float32),
-                loss_mask=np.ones(TOKENS, np.bool_),
-                versions=np.full(TOKENS, version, np.int64),
-                reward=reward(of) if turn == TURNS - 1 else 0.0,
-                extends=Extension(turn - 1, len(whole), digest(whole)) if turn else None,
-            )
-            sink.append(step)
-            whole = np.concatenate([whole, prompt, response])
+            response, given = [of.sample + token for token in range(TOKENS)], reward(of) if turn == TURNS - 1 else 0.0
+            made = step(turn, [turn], response, trajectory=of, uid=task.uid, reward=given, version=version)
+            extends = Extension(turn - 1, len(whole), digest(whole)) if turn else None
+            sink.append(replace(made, extends=extends))
+            whole = np.concatenate([whole, made.prompt_ids, made.response_ids])
         end = TrajectoryEnd(of, task.uid, TURNS, StopReason.STOP, reward(of))
         sink.end(end)
         return end

@@ -17,6 +17,7 @@ from service.handoff.steps.wire import decode
 from service.handoff.verbs import Receipt
 from service.types import Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.actors.fakes import until
+from tests.pure.handoff import worlds
 
 LIMITS = message_limits(Config(), vocab_size=100)
 POISONED = 13
@@ -25,16 +26,8 @@ Answer = Receipt | Refusal
 
 
 def step(group_id: int, index: int = 0, n_tokens: int = 2) -> Step:
-    return Step(
-        trajectory=TrajectoryId(group_id, 0),
-        prompt_uid=f"p{group_id}",
-        index=index,
-        prompt_ids=np.array([1, 2, 3], np.int32),
-        response_ids=np.full(n_tokens, 4, np.int32),
-        logprobs=np.full(n_tokens, -0.5, np.float32),
-        loss_mask=np.ones(n_tokens, np.bool_),
-        versions=np.full(n_tokens, 7, np.int64),
-    )
+    of, uid = TrajectoryId(group_id, 0), f"p{group_id}"
+    return worlds.step(index, [1, 2, 3], [4] * n_tokens, trajectory=of, uid=uid, version=7)
 
 
 def end(group_id: int) -> TrajectoryEnd:

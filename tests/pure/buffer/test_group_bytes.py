@@ -19,6 +19,7 @@ from service.handoff.steps.tables import steps_table
 from service.handoff.verbs import Assignment, Receipt
 from service.types import PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, World, config
+from tests.pure.handoff import worlds
 
 BOUNDS = ("buffer.max_group_bytes", "buffer.max_bytes", "buffer.max_journal_bytes")
 LONG_NAME = "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 1024
@@ -35,18 +36,10 @@ def is_accepted(made: Config) -> bool:
 def full_step(of: TrajectoryId, uid: str, index: int, made: Config, version: PolicyVersion) -> Step:
     """A step as large as the limits let it be, which shares nothing with the others."""
     rng = np.random.default_rng(hash((of, index)) % (1 << 32))
-    prompt, response = made.generator.max_input_length, made.generator.max_generate_length
-    return Step(
-        of,
-        uid,
-        index,
-        rng.integers(0, 500, prompt, np.int32),
-        rng.integers(0, 500, response, np.int32),
-        np.full(response, -0.5, np.float32),
-        np.ones(response, np.bool_),
-        np.full(response, version.pack(), np.int64),
-        note="n" * NOTE_BYTES,
-    )
+    lengths = made.generator.max_input_length, made.generator.max_generate_length
+    prompt, response = (rng.integers(0, 500, length).tolist() for length in lengths)
+    whole = worlds.step(index, prompt, response, trajectory=of, uid=uid, version=version.pack())
+    return replace(whole, note="n" * NOTE_BYTES)
 
 
 def step_bytes(step: Step) -> int:

@@ -1,5 +1,6 @@
 """Steps of roles that are not trained: no loss and fates of their own, also after a crash, a repetition, a rollback."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,13 +30,7 @@ def agent_steps(of: TrajectoryId, uid: str) -> list[Step]:
     first, then = step(of, uid, 0, first=100), step(of, uid, 1, first=100)
     numbered = [step(of, uid, 0, first=10), first, step(of, uid, 0, first=300), then, then, then]
     return [
-        Step(
-            **{name: getattr(made, name) for name in ("trajectory", "prompt_uid", "prompt_ids", "versions")},
-            index=index,
-            response_ids=made.response_ids + np.int32(index),
-            logprobs=made.logprobs,
-            loss_mask=made.loss_mask,
-        )
+        replace(made, index=index, response_ids=made.response_ids + np.int32(index), extends=None)
         for index, made in enumerate(numbered)
     ]
 

@@ -1,5 +1,6 @@
 """Metrics and gradient of a mini-batch, exact enough that another order of the same work can be told from an error."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from service.learn.losses.step_metrics import step_metrics
 from service.learn.model.policy import Policy
 from service.learn.settings import LearnSettings
 from service.types import MiniBatch, PolicyVersion, Step, TrajectoryId
+from tests.pure.handoff.worlds import step
 from tests.pure.learn.builders import CPU, VOCABULARY, MadeRow, made_rows, mini_batch, settings, split_row
 
 TRAJECTORIES = 6
@@ -143,19 +145,10 @@ def played(rng: np.random.Generator, trajectory: TrajectoryId, turns: int) -> li
         response = rng.integers(0, VOCABULARY, rng.integers(1, 5)).astype(np.int32)
         mask = np.ones(len(response), bool)
         mask[-1] = len(response) == 1 or bool(rng.random() < 0.7)  # the last token may be an appended end
-        steps.append(
-            Step(
-                trajectory=trajectory,
-                prompt_uid=str(trajectory.group_id),
-                index=index,
-                prompt_ids=np.array(history, np.int32),
-                response_ids=response,
-                logprobs=np.where(mask, rng.normal(-3.6, 0.3, len(response)), 0).astype(np.float32),
-                loss_mask=mask,
-                versions=np.where(mask, PolicyVersion(0, 0).pack(), -1).astype(np.int64),
-                reward=float(rng.normal()),
-            )
-        )
+        made = step(index, history, response.tolist(), trajectory=trajectory, uid=str(trajectory.group_id))
+        logprobs = np.where(mask, rng.normal(-3.6, 0.3, len(response)), 0).astype(np.float32)
+        versions = np.where(mask, PolicyVersion(0, 0).pack(), -1).astype(np.int64)
+        steps.append(replace(made, logprobs=logprobs, loss_mask=mask, versions=versions, reward=float(rng.normal())))
         kind = rng.random()
         if aside is not None:
             history, aside = aside, None

@@ -21,6 +21,7 @@ from service.observe.measure import (
 from service.observe.metrics import AlertThresholds, Metrics
 from service.scorers.reply import REASONS
 from service.types import Extension, MiniBatch, Step, TrajectoryEnd, TrajectoryId
+from tests.pure.handoff import worlds
 from tests.pure.learn.builders import MadeRow, mini_batch
 from tests.pure.metrics.test_metrics import value as value_of
 
@@ -64,17 +65,8 @@ def test_a_line_of_metrics_becomes_gauges_histograms_and_counters(metrics: Metri
 
 
 def step(prompt: int, response: int, extends: Extension | None = None) -> Step:
-    return Step(
-        trajectory=TrajectoryId(0, 0),
-        prompt_uid="p",
-        index=0,
-        prompt_ids=np.zeros(prompt, np.int32),
-        response_ids=np.zeros(response, np.int32),
-        logprobs=np.zeros(response, np.float32),
-        loss_mask=np.arange(response) < response - 1,
-        versions=np.zeros(response, np.int64),
-        extends=extends,
-    )
+    made = worlds.step(0, [0] * prompt, [0] * response, uid="p")
+    return replace(made, loss_mask=np.arange(response) < response - 1, extends=extends)
 
 
 def test_a_turn_counts_its_whole_prompt_and_only_sampled_tokens(metrics: Metrics) -> None:

@@ -35,22 +35,17 @@ from service.trace.trajectories_command import print_list
 from service.trace.trajectories_page import html_page
 from service.types import NO_VERSION, Extension, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.conftest import Refused
+from tests.pure.handoff import worlds
 
 
 def step(trajectory: TrajectoryId, index: int, prompt: list[int], response: list[int], version: int) -> Step:
     """A step whose last response token was appended by code."""
-    n = len(response)
-    sampled = np.arange(n) < n - 1
-    return Step(
-        trajectory=trajectory,
-        prompt_uid=f"p{trajectory.group_id}",
-        index=index,
-        prompt_ids=np.array(prompt, np.int32),
-        response_ids=np.array(response, np.int32),
+    sampled = np.arange(len(response)) < len(response) - 1
+    return replace(
+        worlds.step(index, prompt, response, trajectory=trajectory, uid=f"p{trajectory.group_id}"),
         logprobs=np.where(sampled, np.float32(-0.5), np.float32(0)),
         loss_mask=sampled,
         versions=np.where(sampled, PolicyVersion(1, version).pack(), NO_VERSION),
-        reward=0.0,
     )
 
 
