@@ -14,7 +14,7 @@ TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 IN_TURN := tests/e2e tests/hosts tests/gpu
 # Documentation, deployment files, servers and pages: these tests matter where those files changed.
 EDGES := tests/docs tests/deploy tests/browser tests/e2e/test_monitoring.py
-CLIENTS := $(addprefix tests/pure/agents/test_,oracles.py published_agents.py recipes.py)
+CLIENTS := $(addprefix tests/pure/agents/test_,oracles.py published_agents.py recipes.py) tests/containers
 # Settings of `make quickstart` and `make real` over their configurations, such as SET="run.seed=1 buffer.lookahead=0".
 SET :=
 # On a machine with one or two GPUs the quick start fits them: a rank and an engine share one, or have one each.
@@ -38,6 +38,15 @@ venv: ## build .venv from the lock files (CPU or CUDA), or do nothing
 	@$(BOOTSTRAP)
 dev: ## the same, with the tools for lint, types and tests
 	@$(BOOTSTRAP) --dev
+
+HARBOR_PYTHONS := $(or $(PYTHON),python3.12 python3.13 python3.14 python3)
+.PHONY: harbor
+harbor: ## Harbor 0.26 and podman-compose in .venv-harbor, for tasks in containers (Python 3.12 or newer)
+	@for python in $(HARBOR_PYTHONS) ""; do \
+	    "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && break; done; \
+	    [ "$$python" ] || { echo "baton: Harbor needs Python 3.12 or newer: make harbor PYTHON=/path/to/python3.12" >&2; exit 2; }; \
+	    "$$python" -m venv .venv-harbor
+	@.venv-harbor/bin/pip install --quiet --disable-pip-version-check harbor==0.26.0 podman-compose==1.6.0
 
 .PHONY: quickstart
 quickstart: venv ## train a small model through vLLM, the buffer and FSDP (minutes)
@@ -70,7 +79,7 @@ test-fast: dev ## only the quick tests, which need neither Ray nor vLLM (one to 
 	@$(PYTEST) -m "not slow and not full" -n logical --maxprocesses 8 --dist worksteal tests/pure
 test-edges: dev servers ## documentation, deployment files, Prometheus, pages in a browser; .ci/run calls it if they changed
 	@$(PYTEST) -m "not full" $(EDGES)
-test-clients: dev ## SDKs and programs that speak to agents' endpoints, from their registries; .ci/run calls it if those changed
+test-clients: dev ## SDKs, programs and containers that speak to agents' endpoints; .ci/run calls it if those changed
 	@$(PYTEST) -m full -n logical --maxprocesses 8 $(CLIENTS)
 test-slurm: dev servers ## deploy/slurm/train.sbatch on a real Slurm, as root; .ci/run calls it if that file changed
 	@$(PYTEST) tests/hosts/test_slurm.py -k one_command
@@ -131,4 +140,4 @@ bench-shared-prefix: dev ## learning with shared prefixes against packed rows, i
 lock: dev ## resolve the dependencies again and write requirements/*.txt
 	@$(BIN)/python scripts/lock.py
 clean: ## remove the environment and the caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-harbor .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -117,7 +117,8 @@ def _marks(annotation: Any) -> Iterator[Any]:
 
 def _path_problems(setting: str, named: Named, path: Path) -> Iterator[_Problem]:
     kind = _kind(setting, path)
-    if kind != named.kind:
+    holds_tasks = named.what == "dataset" and any(path.glob("*/task.toml"))
+    if kind != named.kind and not holds_tasks:
         what = f"is a {kind}" if kind else f"does not exist{_on_hub(named, path)}"
         yield _Problem(f"{setting}: the {named.what} {path} {what}; {named.hint}", kind is None)
     elif named.holds_model and not is_model_folder(path):

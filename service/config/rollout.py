@@ -75,7 +75,7 @@ class DataConfig(Section):
     """Training prompts and evaluation sets."""
 
     train: Dataset | None = None
-    """A JSONL or parquet file with one prompt per row, or `hf:org/name@revision:file`."""
+    """A JSONL or parquet file with one prompt per row, `hf:org/name@revision:file`, or a folder of Harbor's tasks."""
     make_rows: Positive | None = None
     """Synthetic rows that the environment makes, in place of `train`."""
     mixture: dict[str, MixturePart] = {}

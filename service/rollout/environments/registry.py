@@ -29,6 +29,7 @@ GROUP = "baton.environments"
 ENVIRONMENTS = {
     "gsm8k": "baton.examples.gsm8k:Gsm8k",
     "guess_number": "baton.examples.guess_number:GuessNumber",
+    "harbor": "baton.harbor:Trial",
     "lookup": "baton.examples.lookup:Lookup",
     "lookup_agent": "baton.examples.lookup_agent:LookupAgent",
     "reading": "baton.examples.reading:Reading",

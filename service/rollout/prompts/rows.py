@@ -32,11 +32,14 @@ MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
 
 
 def read_rows(path: Path) -> list[Any]:
-    """The rows of a JSONL or parquet file, without checks of their content.
+    """The rows of a JSONL or parquet file, without checks of their content; or a row for each of Harbor's tasks in a
+    folder.
 
     Raises:
         UserError: the file does not exist, or cannot be read.
     """
+    if tasks := sorted(file.parent for file in path.glob("*/task.toml")):
+        return [_task_row(folder.resolve()) for folder in tasks]
     if not path.is_file():
         why = "is a folder; name its files in data.mixture" if path.is_dir() else "there is no such file"
         raise UserError(f"dataset {path}: {why}")
@@ -77,6 +80,11 @@ def messages_of(value: Any) -> Any:
     return [_without_nulls(one.items()) for one in given] if are_messages else value
 
 
+def _task_row(folder: Path) -> dict[str, Any]:
+    said = folder / "instruction.md"  # a task in several steps has none
+    return {"uid": folder.name, "prompt": _text(said) if said.exists() else folder.name, "task_folder": str(folder)}
+
+
 def _read_parquet(path: Path) -> list[Any]:
     rows: list[Any] = []
     known: dict[str, str] = {}
@@ -115,13 +123,7 @@ def _values(array: pa.Array, known: dict[str, str]) -> list[Any]:
 
 def _read_jsonl(path: Path) -> list[Any]:
     rows = []
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # some editors begin a file with a byte order mark
-    except UnicodeDecodeError as error:
-        raise UserError(f"dataset {path}: not UTF-8: {error}") from error
-    except OSError as error:
-        raise UserError(f"dataset {path}: cannot be read: {error.strerror}") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -132,6 +134,15 @@ def _read_jsonl(path: Path) -> list[Any]:
                 place, what = f"{place}, column {error.colno}", error.msg
             raise UserError(f"dataset {path}, row {len(rows)}: no JSON: {what} ({place})") from error
     return rows
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise UserError(f"dataset {path}: not UTF-8: {error}") from error
+    except OSError as error:
+        raise UserError(f"dataset {path}: cannot be read: {error.strerror}") from error
 
 
 def _without_nulls(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

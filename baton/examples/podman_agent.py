@@ -1,0 +1,94 @@
+"""Plays each trajectory in a container of your own image, which reaches the session's address and nothing else.
+
+    env:
+      name: baton.examples.podman_agent:InPodman
+      trusted_modules: [baton.examples]
+      options: {image: "localhost/mine:1", agent: 'my-agent "$PROMPT"', score: grep -qx blue colour.txt}
+
+Both commands run in a shell of the container: the agent with the session's address and key, then the score without
+them. The score's exit code 0 is the reward 1, and 1 the reward 0; with any other the trajectory is attempted again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+from baton import AgentSession, Task
+
+WALLS = ["--network=none", "--http-proxy=false", "--cap-drop=all", "--security-opt=no-new-privileges"]
+LISTEN = """import socket, sys
+listener = socket.create_server((sys.argv[1], int(sys.argv[2])))
+socket.send_fds(socket.socket(fileno=0), [b" "], [listener.fileno()])"""
+
+
+class InPodman:
+    """An agent in a container."""
+
+    def __init__(self, image: str, agent: str, score: str, memory: str = "4g", seconds: int = 3600) -> None:
+        """`seconds`: when podman ends the container, should this process die before it does."""
+        self.image, self.agent, self.score = image, agent, score
+        self.limits = f"--memory={memory}", "--pids-limit=512", f"--timeout={seconds}"
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        """Run the agent in a new container, then the score; removes the container."""
+        name, url, prompt = f"baton-{uuid4().hex}", urlsplit(session.base_url), task.prompt[-1]["content"]
+        given = {"OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.key, "PROMPT": prompt}
+
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            policy, to_policy = await asyncio.open_connection(url.hostname, url.port)
+            await asyncio.gather(copy(reader, to_policy), copy(policy, writer))
+
+        try:
+            await podman("run", "--detach", "--rm", "--name", name, *WALLS, *self.limits, self.image, "sleep", "999999")
+            _, pid = await podman("inspect", "--format", "{{.State.Pid}}", name)
+            listener = await asyncio.to_thread(listening_in, int(pid), url.hostname or "", url.port or 80)
+            async with await asyncio.start_server(forward, sock=listener):
+                shell = (*(f"--env={variable}" for variable in given), name, "sh", "-c", self.agent)
+                code, said = await podman("exec", *shell, variables=given, allowed=range(125))
+            if code:
+                session.finish(None, "failed", transcript=said, exit_code=code)
+            else:
+                code, _ = await podman("exec", name, "sh", "-c", self.score, allowed=range(2))
+                session.finish(1.0 - code, transcript=said)
+        finally:
+            await podman("rm", "--force", "--ignore", "--time", "0", name)
+
+
+def listening_in(pid: int, host: str, port: int) -> socket.socket:
+    """A socket that listens at this address in the network of another process."""
+    ours, theirs = socket.socketpair()
+    inside = ["nsenter", f"--net=/proc/{pid}/ns/net", sys.executable, "-c", LISTEN, host, str(port)]
+    with ours, theirs:
+        subprocess.run(inside, stdin=theirs.fileno(), timeout=60, check=True)
+        _, (descriptor,), _, _ = socket.recv_fds(ours, 1, 1)
+    return socket.socket(fileno=descriptor)
+
+
+async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Pass on what one side sends, until it ends."""
+    with suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+async def podman(*words: str, variables: dict[str, str] | None = None, allowed: range = range(1)) -> tuple[int, str]:
+    """Run podman; returns its exit code, which must be among the allowed ones, and its output."""
+    out, environment = asyncio.subprocess.PIPE, {**os.environ, **(variables or {})}
+    process = await asyncio.create_subprocess_exec("podman", *words, stdout=out, stderr=out, env=environment)
+    try:
+        said, problem = (text.decode(errors="replace") for text in await process.communicate())
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if (code := process.returncode) not in allowed:
+        raise RuntimeError(f"podman {words[0]}: exit code {code}: {problem[-500:]}")
+    return code or 0, said + problem

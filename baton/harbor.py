@@ -1,0 +1,242 @@
+"""Plays Harbor's tasks: each trajectory is one trial of `harbor serve`, whose agent calls the policy.
+
+    data: {train: tasks}                                         a folder of Harbor's task folders
+    env: {name: harbor, options: {agent: terminus-2, environment: podman}}
+
+play --POST /jobs/submit--> harbor serve --> container and agent --HTTP--> the session's address
+     <--GET /rollouts-- rewards of Harbor's verifier, or why the trial failed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from uuid import uuid4
+
+import aiohttp
+import yaml
+
+from service.backoff import Backoff, retried
+from service.errors import UserError
+from service.rollout.environment import AgentSession, Task
+
+log = logging.getLogger(__name__)
+
+MADE = ".venv-harbor/bin/harbor"  # by `make harbor`
+FOLDER = "task_folder"
+"""Column of a row with the path of its task."""
+POLL_SECONDS, ANSWER_SECONDS, OUTAGE_SECONDS, START_SECONDS = 1.0, 60.0, 60.0, 120.0
+"""Seconds between two questions about a trial, for one answer, and until a server that does not answer is given up."""
+
+
+class TrialFailed(Exception):
+    """Raised if a trial failed; each kind of failure is a subclass with Harbor's name for it."""
+
+
+class Trial:
+    """One trial of a task."""
+
+    def __init__(
+        self,
+        agent: str = "terminus-2",
+        environment: str = "docker",
+        model: str = "openai/policy",
+        reward: str = "reward",
+        job: str = "",
+        server: str = "",
+        program: str = "harbor",
+        trials: str = "trials",
+        keep: Literal["failed", "all", "none"] = "failed",
+    ) -> None:
+        """`agent`: Harbor's name of an agent, or `module:Class`. `environment`: Harbor's name of a kind of environment.
+
+        `model`: the model's name for the agent; empty for an agent without a model. `reward`: which of the verifier's
+        numbers is the reward, if there are several. `job`: a file with further settings of a job, as for `harbor run`.
+        `server`: address of a server that runs already, with its key in the variable HARBOR_API_KEY. Without it each
+        generator starts `program`, and `keep` says of which trials the folders stay in the folder `trials`.
+
+        Raises:
+            UserError: the job's file cannot be read, or an option has another value.
+        """
+        if keep not in ("failed", "all", "none"):
+            raise UserError(f"env.options.keep: {keep!r} is none of failed, all, none")
+        try:
+            settings = yaml.safe_load(Path(job).read_text(encoding="utf-8")) if job else {}
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise UserError(f"env.options.job: {job} cannot be read: {error}") from error
+        self._job: dict[str, Any] = settings
+        self._agent, self._environment, self._model = agent, environment, model
+        self._reward, self._keep = reward, keep
+        self._server, self._program, self._trials = server, program, Path(trials)
+
+    def check_task(self, task: Task) -> None:
+        """Raise `ValueError` if the row is no task of Harbor."""
+        if not (Path(str(task.extra_info.get(FOLDER))) / "task.toml").is_file():
+            raise ValueError(
+                f"the column {FOLDER} names no folder with task.toml; give a folder of tasks in data.train"
+            )
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        """Run the trial, and finish the session with its reward.
+
+        Raises:
+            TrialFailed: the trial has no valid reward.
+        """
+        server = _Server(self._server, {"Authorization": f"Bearer {os.environ.get('HARBOR_API_KEY', '')}"})
+        if not self._server:
+            server = await _started(self._program, self._trials)
+        timeout = aiohttp.ClientTimeout(ANSWER_SECONDS)
+        async with aiohttp.ClientSession(server.url, headers=server.headers, timeout=timeout) as http:
+            body, key = {"config": self.settings(session, task)}, {"Idempotency-Key": str(uuid4())}
+            submitted = asyncio.create_task(_asked(http, "POST", "/jobs/submit", body, key))
+            ended, failed = False, True
+            try:
+                rollout = await _ended_rollout(http, (await asyncio.shield(submitted))["job_id"])
+                ended = True
+                reward, parts = rewards_of(rollout, self._reward)
+                failed = False
+                session.finish(reward, info=parts)
+            finally:
+                job = f"jobs/{(await submitted)['job_id']}"
+                if not ended:  # the deadline, or the trajectory was cancelled
+                    await _asked(http, "POST", f"/{job}/cancel", {"force": True})
+                elif server.data is not None and self._keep != "all" and not (failed and self._keep == "failed"):
+                    for folder in (job, f"rollouts/{rollout['id']}"):
+                        await asyncio.to_thread(shutil.rmtree, server.data / "files" / folder, ignore_errors=True)
+
+    def settings(self, session: AgentSession, task: Task) -> dict[str, Any]:
+        """The job of one trial, as Harbor's `JobConfig`."""
+        agent: dict[str, Any] = {**next(iter(self._job.get("agents", ())), {})}
+        agent["import_path" if ":" in self._agent else "name"] = self._agent
+        if self._model:
+            provider = self._model.partition("/")[0]
+            key = f"{provider.upper()}_API_KEY"
+            url = session.base_url.removesuffix("/v1") if provider == "anthropic" else session.base_url
+            agent |= {"model_name": self._model, "base_url": url, "model_api_key_name": key}
+            agent["env"] = {**agent.get("env", {}), key: session.key}
+        return {
+            **self._job,
+            "job_name": session.base_url.split("/")[-2],
+            "tasks": [{"path": task.extra_info[FOLDER]}],
+            "agents": [agent],
+            # Kept images are built once; containers and networks go in any case.
+            "environment": {"delete": False, **self._job.get("environment", {}), "type": self._environment},
+            "n_attempts": 1,
+            "n_concurrent_trials": 1,
+            "retry": {"max_retries": 0},
+        }
+
+
+def rewards_of(rollout: Mapping[str, Any], name: str) -> tuple[float, dict[str, float]]:
+    """The reward of an ended trial, and all numbers of its verifier.
+
+    Raises:
+        TrialFailed: there is no such number, or Harbor does not count it as valid or does not know the failure.
+    """
+    result = rollout["result"] or {}
+    failures = [part["exception_info"] for part in (result, *(result.get("step_results") or ()))]
+    for failure in filter(None, failures):
+        policy = failure["policy"]
+        if (
+            policy["should_retry"] or not policy["has_valid_reward"]
+        ):  # Harbor grades after failures that it does not know
+            raise _failure(failure["exception_type"], failure["exception_message"], rollout)
+    if rollout["state"] != "finished":
+        raise _failure("CancelledError", "the trial was cancelled", rollout)
+    parts = {part: float(number) for part, number in (rollout["rewards"] or {}).items() if number is not None}
+    if len(parts) == 1 and name not in parts:
+        (name,) = parts
+    if name not in parts:
+        raise _failure("NoReward", f"the verifier gave no {name!r}, only {sorted(parts)}", rollout)
+    return parts[name], parts
+
+
+def _failure(kind: str, why: str, rollout: Mapping[str, Any]) -> TrialFailed:
+    made: type[TrialFailed] = type(kind, (TrialFailed,), {})
+    return made(f"{why.strip()[-2000:]} (trial {rollout['id']} of {rollout['task']['name']})")
+
+
+class _Server(NamedTuple):
+    url: str
+    headers: dict[str, str]
+    data: Path | None = None
+    """Its folder; None for a server that somebody else started."""
+
+
+_servers: dict[tuple[str, Path], tuple[subprocess.Popen[bytes], _Server]] = {}
+"""The servers that this process started, by program and folder."""
+_starting = asyncio.Lock()
+
+
+async def _started(program: str, trials: Path) -> _Server:
+    """The server of this process, started if it does not run. It ends its trials and itself when this process ends."""
+    async with _starting:
+        if (known := _servers.get((program, trials))) is not None and known[0].poll() is None:
+            return known[1]
+        if (found := shutil.which(program) or shutil.which(MADE)) is None:
+            raise UserError(f"env.options.program: there is no program {program!r}; `make harbor` installs it")
+        trials.mkdir(parents=True, exist_ok=True)
+        data = Path(tempfile.mkdtemp(prefix="server-", dir=trials.resolve()))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        key = secrets.token_urlsafe()
+        words = ["setpriv", "--pdeathsig", "TERM", found, "serve", "--port", str(port), "--data-dir", str(data)]
+        path = f"{Path(found).absolute().parent}:{os.environ.get('PATH', os.defpath)}"  # podman-compose is beside it
+        variables = {"HARBOR_TELEMETRY": "0", **os.environ, "HARBOR_API_KEY": key, "PATH": path}
+        with (data / "server.log").open("wb") as output:
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables)
+        server = _Server(f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"}, data)
+        _servers[program, trials] = process, server
+
+        def check(error: aiohttp.ClientError) -> None:
+            if process.poll() is not None:
+                raise TrialFailed(f"harbor serve ended with code {process.poll()}; see {data}/server.log") from error
+
+        async with aiohttp.ClientSession(server.url, headers=server.headers) as http:
+            ask, errors = partial(_asked, http, "GET", "/jobs", within=0), aiohttp.ClientError
+            await retried(ask, errors, Backoff(POLL_SECONDS), within=START_SECONDS, failed=check)
+        log.info("harbor serve runs at %s, with its trials in %s", server.url, data)
+        return server
+
+
+async def _ended_rollout(http: aiohttp.ClientSession, job_id: str) -> Any:
+    """The job's only rollout, when it has ended."""
+    while True:
+        (rollout,) = (await _asked(http, "GET", f"/rollouts?job_ids={job_id}"))["items"]
+        if rollout["state"] in ("finished", "cancelled"):
+            return (await _asked(http, "GET", f"/rollouts/{rollout['id']}"))["rollout"]
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _asked(
+    http: aiohttp.ClientSession,
+    method: str,
+    path: str,
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
+    within: float = OUTAGE_SECONDS,
+) -> Any:
+    """The server's answer; a lost connection is tried again for `within` seconds.
+
+    Raises:
+        TrialFailed: the server refused the request.
+    """
+
+    async def ask() -> Any:
+        async with http.request(method, path, json=body, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+    status, said = await retried(ask, (aiohttp.ClientError, TimeoutError), Backoff(0.5, 5.0), within=within)
+    if status >= 400 and not (status == 409 and "job_id" in said):  # 409: an earlier try was accepted
+        raise TrialFailed(f"harbor serve refused {path}: {status} {said.get('detail', said)!s:.2000}")
+    return said

@@ -1,0 +1,75 @@
+"""The example that plays trajectories in containers of a user's own image, with podman."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from baton.examples.podman_agent import InPodman, podman
+from service.agents.session import Session
+from service.rollout.chat.chat import Chat
+from service.rollout.env_guard import EnvGuard
+from service.rollout.environment import Message, Task, TrajectoryFailed
+from tests.pure.agents.endpoint import House, opened, whole
+
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]
+TASK = Task("p", (Message(role="user", content="Make the colour blue."),), "")
+ASK = """wget -q -O - --header "Authorization: Bearer $OPENAI_API_KEY" --header "Content-Type: application/json" \
+--post-data '{"model": "policy", "messages": [{"role": "user", "content": "Make the colour blue."}]}' \
+"$OPENAI_BASE_URL/chat/completions" """
+BLUE = "grep -qx blue colour.txt"
+
+
+async def played(house: House, agent: str, score: str = BLUE, deadline: float = 60.0, **options: str) -> Session:
+    session = house.session()
+    guard = EnvGuard("podman", lambda: InPodman("localhost/busybox:1", agent, score, **options), house.allowed)
+    try:
+        async with asyncio.timeout(deadline):
+            await guard.play(session, TASK, 0)
+    finally:
+        await guard.close(session.trajectory)
+    return session
+
+
+async def test_an_agent_in_a_container_calls_the_policy_and_its_score_is_the_reward(bytes_chat: Chat) -> None:
+    async with opened(bytes_chat) as house:
+        house.say = lambda prompt: "blue"
+        right = await played(house, f'{ASK} | sed \'s/.*"content": *"\\([a-z]*\\)".*/\\1/\' > colour.txt')
+        wrong = await played(house, "echo red > colour.txt")
+    assert whole(house.steps) == house.prompts and len(house.prompts) == 1
+    assert [session.ended.result().reward for session in (right, wrong)] == [1.0, 0.0]
+
+
+async def test_the_container_reaches_the_session_alone_and_sees_no_other_secret(
+    bytes_chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "another secret")
+    other = await asyncio.start_server(lambda reader, writer: None, "0.0.0.0", 0)
+    port = other.sockets[0].getsockname()[1]
+    async with other, opened(bytes_chat) as house:
+        session = await played(house, f"touch colour.txt; env; ls /sys/class/net; nc -w 2 127.0.0.1 {port} && echo in")
+    said = session.transcript
+    assert session.key in said and "another secret" not in said
+    assert "eth" not in said and "in" not in said.splitlines()
+
+
+@pytest.mark.parametrize(("agent", "score", "why"), [("exit 3", BLUE, 3), ("true", "exit 2", None)])
+async def test_a_container_that_fails_gives_no_reward(
+    bytes_chat: Chat, agent: str, score: str, why: int | None
+) -> None:
+    async with opened(bytes_chat) as house:
+        if why is None:
+            with pytest.raises(TrajectoryFailed, match="podman exec: exit code 2"):
+                await played(house, agent, score)
+        else:
+            outcome = (await played(house, agent, score)).ended.result()
+            assert (outcome.reward, outcome.status, outcome.exit_code) == (None, "failed", why)
+
+
+async def test_a_deadline_or_a_cancelled_trajectory_ends_the_container(bytes_chat: Chat, tmp_path: Path) -> None:
+    async with opened(bytes_chat) as house:
+        with pytest.raises(TimeoutError):
+            await played(house, "sleep 100", deadline=3.0)
+    assert await podman("ps", "-aq") == (0, "")

@@ -1,0 +1,139 @@
+"""Harbor's tasks as rows, and what the answers of its server mean: a server that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from baton.harbor import Trial, TrialFailed
+from service.config import load_config
+from service.config.paths import check_paths
+from service.rollout.environment import Task
+from service.rollout.prompts.dataset import load_tasks
+
+VALID = {"should_retry": False, "has_valid_reward": True}
+UNKNOWN, INVALID = VALID | {"should_retry": True}, VALID | {"has_valid_reward": False}
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    """The only task of a folder."""
+    folder = tmp_path / "tasks" / "first"
+    folder.mkdir(parents=True)
+    (folder / "task.toml").touch()
+    (folder / "instruction.md").write_text("Make it blue.")
+    (row,) = load_tasks(tmp_path / "tasks")
+    return row
+
+
+@asynccontextmanager
+async def harbor(ended: Callable[[], dict[str, Any]]) -> AsyncIterator[tuple[str, list[Any]]]:
+    """A server's address, and what it was asked; `ended` gives a trial's state."""
+    asked: list[Any] = []
+
+    async def submit(request: web.Request) -> web.Response:
+        asked.append((await request.json())["config"])
+        return web.json_response({"job_id": "j", "detail": "was accepted before"}, status=409)
+
+    async def cancel(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response({})
+
+    async def listed(request: web.Request) -> web.Response:
+        return web.json_response({"items": [ended() | {"id": "r"}]})
+
+    async def detail(request: web.Request) -> web.Response:
+        return web.json_response({"rollout": {"id": "r", "task": {"name": "t"}, "result": None} | ended()})
+
+    app = web.Application()
+    app.add_routes([web.post("/jobs/submit", submit), web.post("/jobs/j/cancel", cancel)])
+    app.add_routes([web.get("/rollouts", listed), web.get("/rollouts/r", detail)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
+    try:
+        yield site.name, asked
+    finally:
+        await runner.cleanup()
+
+
+def session(finished: list[Any]) -> Any:
+    finish = lambda reward, info: finished.append((reward, info))  # noqa: E731
+    return SimpleNamespace(base_url="http://127.0.0.1:9/s/1-2-3/v1", key="the key", finish=finish)
+
+
+def test_a_folder_of_tasks_is_a_dataset_and_another_folder_is_none(task: Task, tmp_path: Path) -> None:
+    assert (task.uid, task.prompt[0]["content"]) == ("first", "Make it blue.")
+    Trial().check_task(task)
+    with pytest.raises(ValueError, match="task_folder"):
+        Trial().check_task(Task("p", (), ""))
+    for folder, problems in ((tmp_path / "tasks", 0), (tmp_path / "tasks" / "first", 1)):
+        config = load_config(overrides=[f"data.train={folder}", "model.make={hidden_size: 128, num_layers: 2}"])
+        assert len([problem for problem in check_paths(config) if "data.train" in problem]) == problems
+
+
+@pytest.mark.parametrize(
+    ("model", "url", "variable"),
+    [
+        ("openai/policy", "http://127.0.0.1:9/s/1-2-3/v1", "OPENAI_API_KEY"),
+        ("anthropic/policy", "http://127.0.0.1:9/s/1-2-3", "ANTHROPIC_API_KEY"),
+    ],
+)
+async def test_the_agent_gets_the_session_and_the_verifiers_number_is_the_reward(
+    task: Task, tmp_path: Path, model: str, url: str, variable: str
+) -> None:
+    (job := tmp_path / "job.json").write_text(json.dumps({"agents": [{"kwargs": {"max_turns": 3}}], "debug": True}))
+    finished: list[Any] = []
+    async with harbor(lambda: {"state": "finished", "rewards": {"tests": 0.5, "reward": 1}}) as (server, asked):
+        await Trial("my:Agent", "podman", model, job=str(job), server=server).play(session(finished), task, 0)
+    assert finished == [(1.0, {"tests": 0.5, "reward": 1.0})]
+    (config,) = asked  # nothing was cancelled
+    assert config["tasks"] == [{"path": task.extra_info["task_folder"]}] and config["debug"]
+    (agent,) = config["agents"]
+    assert agent["env"] == {variable: "the key"} and agent["kwargs"] == {"max_turns": 3}
+    assert (agent["import_path"], agent["base_url"], agent["model_api_key_name"]) == ("my:Agent", url, variable)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rewards", "state", "kind"),
+    [
+        (VALID, {"reward": 0}, "finished", None),
+        (INVALID, {"reward": None}, "finished", "SomeError"),
+        (UNKNOWN, {"reward": 0}, "finished", "SomeError"),
+        (None, {"reward": 0}, "cancelled", "CancelledError"),
+        (None, None, "finished", "NoReward"),
+        (None, {"a": 0, "b": 0}, "finished", "NoReward"),
+    ],
+)
+async def test_only_a_valid_reward_counts(
+    task: Task, policy: dict[str, bool] | None, rewards: Any, state: str, kind: str | None
+) -> None:
+    failure = policy and {"exception_type": "SomeError", "exception_message": "why", "policy": policy}
+    answer = {"state": state, "rewards": rewards, "result": {"step_results": [{"exception_info": failure}]}}
+    answer["result"]["exception_info"] = None
+    finished: list[Any] = []
+    async with harbor(lambda: answer) as (server, _):
+        trial = Trial(server=server)
+        if kind is None:
+            await trial.play(session(finished), task, 0)
+        else:
+            with pytest.raises(TrialFailed) as failed:
+                await trial.play(session(finished), task, 0)
+            assert type(failed.value).__name__ == kind
+    assert finished == ([(0.0, {"reward": 0.0})] if kind is None else [])
+
+
+async def test_a_trial_that_is_not_awaited_any_more_is_cancelled(task: Task) -> None:
+    async with harbor(lambda: {"state": "running"}) as (server, asked):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await Trial(server=server).play(session([]), task, 0)
+        assert asked[1:] == [{"force": True}]
