@@ -144,7 +144,7 @@ def rewards_of(rollout: Mapping[str, Any], name: str) -> tuple[float, dict[str, 
         TrialFailed: there is no such number, or Harbor does not count it as valid or does not know the failure.
     """
     result = rollout["result"] or {}
-    failures = [part["exception_info"] for part in (result, *(result.get("step_results") or ()))]
+    failures = [part.get("exception_info") for part in (result, *(result.get("step_results") or ()))]
     for failure in filter(None, failures):
         policy = failure["policy"]
         if (

@@ -16,6 +16,7 @@ from aiohttp import web
 from baton.harbor import Trial, TrialFailed
 from service.config import load_config
 from service.config.paths import check_paths
+from service.errors import UserError
 from service.rollout.environment import Task
 from service.rollout.prompts.dataset import load_tasks
 
@@ -75,9 +76,10 @@ def test_a_folder_of_tasks_is_a_dataset_and_another_folder_is_none(task: Task, t
     Trial().check_task(task)
     with pytest.raises(ValueError, match="task_folder"):
         Trial().check_task(Task("p", (), ""))
-    for folder, problems in ((tmp_path / "tasks", 0), (tmp_path / "tasks" / "first", 1)):
-        config = load_config(overrides=[f"data.train={folder}", "model.make={hidden_size: 128, num_layers: 2}"])
-        assert len([problem for problem in check_paths(config) if "data.train" in problem]) == problems
+    others = ["model.make={hidden_size: 128, num_layers: 2}"]
+    assert check_paths(load_config([], [f"data.train={tmp_path / 'tasks'}", *others])) == []
+    with pytest.raises(UserError, match=r"data\.train: .* is a folder"):
+        check_paths(load_config([], [f"data.train={tmp_path / 'tasks' / 'first'}", *others]))
 
 
 @pytest.mark.parametrize(
