@@ -261,6 +261,13 @@ def test_routed_experts_stay_aligned_and_observations_route_natively(dtype: type
     assert widened(row.routed_experts)[:, 0, 0].tolist() == [0, 0, 0, 0, 0, ROUTE_NATIVELY, ROUTE_NATIVELY, 1, 1]
 
 
+@pytest.mark.parametrize("change", [{"temperature": 0.5}, {"logprobs": None}])
+def test_a_step_that_was_sampled_otherwise_begins_a_row_although_its_prompt_goes_on(change: dict[str, Any]) -> None:
+    """Rows have one temperature, and log-probabilities for all sampled tokens or for none."""
+    first, second = shared([replace(EXAMPLE[0], **change), EXAMPLE[1]])
+    assert [(row.first_step, row.last_step) for row in merge_steps([first, second])] == [(0, 0), (1, 1)]
+
+
 def test_a_reference_to_other_tokens_is_an_error() -> None:
     wrong = replace(shared(EXAMPLE)[1], extends=Extension(0, 5, 12345))
     with pytest.raises(PrefixError, match="step=1 extends other tokens"):
