@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-AT_ONCE = 4
+AT_ONCE = 16
 CALLS = 2
-SILENCE = 10.0
-"""Seconds without a request after which a session is lost."""
+SILENCE = 30.0
+"""Seconds without a request after which a session is lost; a session that waits for a thread is silent too."""
 PATIENCE = 120.0
 """Seconds for which a request is repeated."""
 
