@@ -11,21 +11,17 @@ from service.errors import UserError
 from service.files import create_private
 
 
-def refuse_open_ray(environment: Mapping[str, str]) -> None:
-    """Raises `UserError` if authentication is off: Ray's processes listen on all interfaces, and anybody who reaches
-    them could run code as this user."""
-    mode = environment.get("RAY_AUTH_MODE", "token")
-    if mode.lower() != "token":
+def keep_token_private(environment: Mapping[str, str], home: Path) -> None:
+    """Make Ray's token file readable only by its user. If a new Ray will be started and the file is missing, it is
+    written first, because the file that Ray would write is readable by everyone. `UserError` if that cannot be done, or
+    if authentication is off: whoever reaches Ray, which listens on all interfaces, could run code as this user.
+    """
+    if (mode := environment.get("RAY_AUTH_MODE", "token")).lower() != "token":
         raise UserError(
             f"RAY_AUTH_MODE={mode}: without a token, anybody who reaches the ports of Ray can run code there; unset "
             "it, or set it to token"
         )
-
-
-def keep_token_private(environment: Mapping[str, str], home: Path) -> None:
-    """Make Ray's token file readable only by its user, or raise `UserError`. If a new Ray will be started and the file
-    is missing, it is written first, because the file that Ray would write is readable by everyone."""
-    if environment.get("RAY_AUTH_MODE", "token").lower() != "token" or environment.get("RAY_AUTH_TOKEN"):
+    if environment.get("RAY_AUTH_TOKEN"):
         return
     named = environment.get("RAY_AUTH_TOKEN_PATH")
     file = Path(named) if named else home / ".ray" / "auth_token"

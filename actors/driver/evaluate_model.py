@@ -16,7 +16,7 @@ import ray
 import ray.exceptions
 
 from actors.calls import call, in_a_line
-from actors.driver.authentication import keep_token_private, refuse_open_ray
+from actors.driver.authentication import keep_token_private
 from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import engine_bundle, engine_options, gpus_each, reserve
 from actors.driver.ray_session import ray_session
@@ -49,7 +49,6 @@ def prepared_evaluation(config: Config, target: EvalTarget, say: Callable[[str],
     """Check the sets and the weights of the target, and write made sets and exported weights to a temporary folder;
     `UserError` if one is missing or malformed. A stop signal in the `with` block raises `SystemExit` with 128 + its
     number."""
-    refuse_open_ray(os.environ)
     keep_token_private(os.environ, Path.home())
     config = with_absolute_paths(beside_a_run(config))
     with exit_on_stop_signals(), tempfile.TemporaryDirectory(prefix="baton-eval-") as temporary:

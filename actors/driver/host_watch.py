@@ -11,6 +11,7 @@ import ray
 from ray._private.state import state as cluster_state
 
 from service.config.tree import MARKET
+from service.errors import RunFailed
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +81,12 @@ class HostWatch:
                 self._follow({node: host.ends_at for node, host in found.items() if host.ends_at is not None})
 
     def changed(self, found: dict[str, ClusterHost]) -> None:
-        """Print which hosts have left or joined since the last check."""
+        """Print which hosts have left or joined since the last check; `RunFailed` if the driver's own has left."""
         for node in self._hosts.keys() - found.keys():
             held = ", ".join(self._hosts[node].parts)
             self._say(f"host {self._hosts[node].name} is gone" + (f"; it held {held}" if held else ""))
+            if "driver" in self._hosts[node].parts:
+                raise RunFailed("Ray has lost the node of the driver, without which the run cannot go on")
         for node in found.keys() - self._hosts.keys():
             self._say(f"host {found[node].name} has joined")
         self._hosts = found

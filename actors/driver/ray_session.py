@@ -9,6 +9,8 @@ import re
 import shutil
 import socket
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import services
+from ray._private import services, worker
 from ray.job_config import JobConfig
 
 from actors import RAY_ENV
@@ -37,10 +39,10 @@ START_TRIES = 3
 """Maximum number of tries to start Ray. Ray's raylet ends if one of its agents is not up within 15 s, a limit that no
 setting changes (https://github.com/ray-project/ray/issues/65983). On a busy machine the next try is faster, because the
 files are cached."""
+LOOK_SECONDS, SILENT_SECONDS = 1.0, 40.0
+"""Seconds between two checks of Ray, and without its control store, which may be started again; Ray waits for 60."""
 RAYLET_ERRORS = "raylet.err"
 PASSED_ON = re.compile("(TORCH_)?NCCL_|UCX_|FI_|GLOO_|VLLM_")
-SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
-"""Matches names of variables whose values are not printed."""
 
 _CHECK_FAILED = re.compile(r"Check failed: .*")
 
@@ -50,13 +52,17 @@ TOKEN_HINT = "if the address is right, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH mus
 
 @contextmanager
 def ray_session(
-    config: Config, mark: str, logs: Path | None = None, stopped: Callable[[], None] = lambda: None
+    config: Config,
+    mark: str,
+    logs: Path | None = None,
+    stopped: Callable[[], None] = lambda: None,
+    failed: Callable[[str], None] = say,
 ) -> Iterator[None]:
     """Connect to the cluster that RAY_ADDRESS names, or start a local Ray and shut it down afterwards.
 
     Actors write their logs into `logs`. Every process of the run has `mark` in its environment, by which the watchdog
     ends it when this process dies. If a stop signal comes while this process is stuck in Ray's start, `stopped` is
-    called before the process ends.
+    called before the process ends. If Ray has ended, `failed` is called with the reason, and the process ends.
 
     Raises:
         UserError: no cluster answers at the address.
@@ -77,10 +83,34 @@ def ray_session(
         if address := os.environ.get("RAY_ADDRESS"):
             raise UserError(f"RAY_ADDRESS={address}: {in_a_line(error)}; {TOKEN_HINT}") from error
         raise RunFailed(f"Ray did not start: {in_a_line(error)}") from error
+    over = threading.Event()
+    threading.Thread(target=_watch, args=(over, failed), name="ray", daemon=True).start()
     try:
         yield
     finally:
+        over.set()
         run_beside(ray.shutdown)
+
+
+def _watch(over: threading.Event, failed: Callable[[str], None]) -> None:
+    """Until `over`: if Ray has ended, call `failed` with the reason and end this process, because nothing could start
+    again, and calls of Ray would block until Ray ends this process without a reason."""
+    silent, node = 0.0, worker._global_node
+    while not over.wait(LOOK_SECONDS):
+        ended = [f"Ray's {kind} has ended" for kind, _ in node.dead_processes() if kind in ("raylet", "gcs_server")]
+        began = time.monotonic()
+        try:
+            check_address(node.gcs_address)
+            silent = 0.0
+        except UserError:
+            silent += LOOK_SECONDS + min(time.monotonic() - began, CONNECT_SECONDS)  # less if this process froze
+        if silent > SILENT_SECONDS:
+            ended.append(f"Ray's control store at {node.gcs_address} has not answered for {silent:.0f} s")
+        if ended and not over.is_set():
+            try:
+                failed(f"{ended[0]}, and without it no part of the run can go on")
+            finally:
+                os._exit(RunFailed.exit_code)
 
 
 class _BatonJob(JobConfig):  # type: ignore[misc]
@@ -112,16 +142,15 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
     os.environ[SCRATCH] = str(folder)
     start_watchdog(mark, folder)  # before the folder is there: a stop signal in between must not leave it
     folder.mkdir(mode=0o700)
-    _start(mark, folder, logs, num_cpus=cpus, **settings)
+    _start(mark, folder / "r", logs, num_cpus=cpus, **settings)  # Ray opens its own folder to all; paths are short
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of communication libraries and of vLLM that the user has set, because a cluster's processes
-    inherit only those of their node; a line names them."""
+    inherit only those of their node; a line has their names, without the values, which may be secret."""
     found = {name: value for name, value in environment.items() if PASSED_ON.match(name) and name not in RAY_ENV}
     if found:
-        shown = (f"{name}={value}" if not SECRET.search(name) else name for name, value in sorted(found.items()))
-        say(f"environment variables for ranks and engines: {', '.join(shown)}")
+        say(f"environment variables for ranks and engines: {', '.join(sorted(found))}")
     return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from actors.driver.authentication import keep_token_private, refuse_open_ray
+from actors.driver.authentication import keep_token_private
 from actors.driver.cluster import place_actors
 from actors.driver.coordinator import Coordinator
 from actors.driver.prepare import prepare
@@ -73,7 +73,6 @@ def run(
     check(config)
     if IN_RAY_JOB not in os.environ:  # the next part of a job has another copy of its folder
         config = with_absolute_paths(config)  # also in the folder's config.yaml, so that the run resumes from anywhere
-    refuse_open_ray(os.environ)
     keep_token_private(os.environ, Path.home())
     path = resume or new_run_folder(runs_folder(config.run.dir), config.run.name)
     folder = RunWriter(path, has_begun=resume is None)
@@ -111,7 +110,7 @@ def _run(
     config: Config, folder: RunWriter, manifest: Manifest | None, revisions: Mapping[str, str] | None = None
 ) -> int:
     """Prepare and train; if data, model or store are refused, the folder of a new run is deleted."""
-    kept = config.trainer.keep_checkpoints
+    kept, journal = config.trainer.keep_checkpoints, folder.path / JOURNAL
     with phase("preparing the data and the model"):
         try:
             prepared = prepare(with_absolute_paths(config), folder.path)
@@ -119,7 +118,8 @@ def _run(
             if manifest is not None:
                 settings = buffer_settings(config, prepared.vocab_size, prepared.routing)
                 uids = [task.uid for task in prepared.tasks]
-                check_begun(folder.path / JOURNAL, opening(settings, uids, rows_digest(prepared.tasks)))
+                end = check_begun(journal, opening(settings, uids, rows_digest(prepared.tasks)))
+                manifest.check_journal(end, journal)  # in place of a lost journal the buffer would begin another one
                 checkpoints = Checkpoints(folder.path / CHECKPOINTS, kept)
                 if manifest.files:  # otherwise its state is the model folder
                     check_checkpoint(config.model.lora, prepared.base, checkpoints.path(manifest.step))
@@ -167,10 +167,15 @@ def _run_on_ray(
     mark = uuid.uuid4().hex[:12]
     address = os.environ.get("RAY_ADDRESS")
     stopped_early = partial(end_early, folder, say, 0 if manifest is None else manifest.step)
+
+    def ray_ended(reason: str) -> None:
+        say(reason)
+        folder.write_summary({"state": "failed", "reason": reason, "exit_code": RunFailed.exit_code})
+
     begin_logs(folder.path / LOGS, config.generator.min_engines, config.trainer.ranks)
     with contextlib.ExitStack() as held:
         with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
-            held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early))
+            held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early, ray_ended))
         cluster = place_actors(with_absolute_paths(config), prepared, folder.path / JOURNAL, secret)
         coordinator = Coordinator(config, cluster, folder, prepared, say, manifest, uploads)
         force = partial(end_by_force, config, folder, f"{FORCING} stop signals came before the run had ended in order")

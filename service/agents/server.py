@@ -68,7 +68,7 @@ class Endpoint:
         self._model = {**model, "max_model_len": max_model_len}
         self._silent: dict[Any, asyncio.TimerHandle] = {}
         """Connections that have sent no request yet, each with the timer that closes it."""
-        self._keys: WeakKeyDictionary[asyncio.Transport, str] = WeakKeyDictionary()
+        self._keys: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         """The key of each connection's newest request."""
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
@@ -112,21 +112,13 @@ class Endpoint:
         ever."""
         connection = server()
         if len(server.connections) >= MAX_CONNECTIONS:
-            self._make_room(server.connections)
+            keys = [self._keys.get(each.transport, "") for each in server.connections]
+            self._cut(server.connections[keys.index(Counter(keys).most_common(1)[0][0])])
         self._silent[connection] = loop.call_later(FIRST_SECONDS, self._cut, connection)
         return connection
 
-    def _make_room(self, connections: Sequence[RequestHandler]) -> None:
-        """Close the oldest connection of the session with the most, or of those without a request if they are more."""
-        there = {each: each.transport for each in connections if each.transport and not each.transport.is_closing()}
-        if len(there) >= MAX_CONNECTIONS:
-            keys = {each: self._keys.get(transport, "") for each, transport in there.items()}
-            most = Counter(keys.values()).most_common(1)[0][0]
-            self._cut(next(each for each, key in keys.items() if key == most))
-
     def _cut(self, connection: RequestHandler) -> None:
-        if (timer := self._silent.pop(connection, None)) is not None:
-            timer.cancel()
+        self._silent.pop(connection, None)
         if connection.transport is not None:
             connection.transport.abort()
 

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _files(folder: Path, part: str | None) -> list[Path]:
     """The log file of a part, or all log files; raises a `UserError` if there is no such file."""
-    files = sorted(folder.glob(f"*{SUFFIX}"))
+    files = sorted(file for file in folder.glob(f"*{SUFFIX}") if file.is_file())
     chosen = [file for file in files if part in (None, file.stem)]
     if chosen:
         return chosen

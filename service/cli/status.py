@@ -172,6 +172,5 @@ def _no_address(folder: Path) -> str:
         return f"{folder}: the run is starting, and its status is there as soon as its actors are (baton sft has none)"
     return (
         f"{folder}: no process of this machine runs it, and it did not say how it ended: it was killed, or runs "
-        f"elsewhere; logs/ has what its parts printed, `baton run --resume {folder}` goes on from its newest "
-        "checkpoint (not of baton sft, whose models in checkpoints/ are for model.path)"
+        f"elsewhere; logs/ has what its parts printed, `baton run --resume {folder}` goes on from its newest checkpoint"
     )

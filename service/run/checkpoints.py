@@ -7,6 +7,7 @@ checkpoint; the folders alone decide.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -129,7 +130,12 @@ class Checkpoints:
         kept = [found.step for found in whole][: self._keep]
         for other in self._steps():
             if other not in kept:
-                self._remove(other)
+                try:
+                    self._remove(other)
+                except OSError as error:
+                    if other > step:  # it would be taken for the newest one
+                        raise
+                    logging.getLogger(__name__).warning("an old checkpoint stays: %s", error)
         return min(kept)
 
     def drop_unfinished(self) -> None:
@@ -145,8 +151,8 @@ class Checkpoints:
         return next((manifest for manifest in list(self._readable()) if self._is_whole(manifest)), None)
 
     def steps(self) -> list[int]:
-        """The steps of all checkpoints that have a manifest, in order; their files are not checked."""
-        return sorted(manifest.step for manifest in self._readable())
+        """The steps of all checkpoints that have a manifest, in order; manifests and files are not checked."""
+        return [step for step in reversed(self._steps()) if (self.path(step) / MANIFEST).exists()]
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a step's checkpoint; `UserError` if there is none, or names the first file that does not
@@ -170,12 +176,12 @@ class Checkpoints:
     def _read(self, step: int) -> Manifest:
         """The manifest of a step; UserError if it is missing, damaged, of another step or in another format."""
         path = self.path(step)
-        try:
-            manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
-        except FileNotFoundError:
+        if not (path / MANIFEST).is_file():
             raise UserError(
                 f"{path}: the checkpoint has no {MANIFEST}: it is being written, or its writer was killed; use another"
-            ) from None
+            )
+        try:
+            manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
         except _OtherFormat as error:
             raise _OtherFormat(f"{path}: its {MANIFEST} {error}") from None
         except (OSError, ValidationError) as error:

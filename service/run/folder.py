@@ -86,8 +86,12 @@ def is_run_folder(path: Path) -> bool:
 
 def find_run(run: str | Path, runs: Path = RUNS) -> Path | None:
     """Find a run folder by its path or by its name in `runs`; None if there is none. Any folder with a configuration
-    file is found, even if no run was started in it."""
-    return next((folder for folder in (Path(run), runs / run) if is_run_folder(folder)), None)
+    file is found, even if no run was started in it; `UserError` if it has a pipe or a device, which may have no end."""
+    folder = next((folder for folder in (Path(run), runs / run) if is_run_folder(folder)), None)
+    for file in () if folder is None else folder.iterdir():
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise UserError(f"{file}: is a pipe or a device, which no run writes; remove it")
+    return folder
 
 
 def check_begun(folder: Path) -> None:

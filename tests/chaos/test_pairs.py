@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import psutil
 import pytest
 
+from service.run.folder import SUMMARY
 from tests.chaos.real_pairs import ENDS, START_SECONDS, PairRun, Scenario, runs
 from tests.sim.pairs import DELAYS, MOMENTS, VICTIMS
 
@@ -70,5 +71,7 @@ def test_a_run_whose_ray_is_killed_ends_and_is_resumed(started: Callable[..., Pa
     run.until(lambda: run.step() >= 5, START_SECONDS, "step 5")
     (found,) = (each for each in psutil.Process(run.process.pid).children(recursive=True) if each.name() == part)
     found.kill()
-    assert run.process.wait(START_SECONDS) != 0, run.tail()
+    assert run.process.wait(15) == 1, run.tail()
+    reason = json.loads((run.run_folder / SUMMARY).read_text())["reason"]
+    assert reason in run.tail() and f"Ray's {part} has ended" in reason
     run.resume(4)

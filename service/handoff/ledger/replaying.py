@@ -62,11 +62,13 @@ def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock
     return record
 
 
-def check_begun(folder: Path, opened: events.Opened) -> None:
-    """Raise a UserError if the run whose journal is in `folder`, if any, began with other rows or settings."""
-    oldest = min(folder.glob("*.journal"), key=lambda path: int(path.stem), default=None)
-    if oldest is not None and (frame := first_frame(oldest)) is not None:
+def check_begun(folder: Path, opened: events.Opened) -> int:
+    """Raise a UserError if the run whose journal is in `folder`, if any, began with other rows or settings. Returns the
+    position at which the files end; the journal may end before, because files reserve space."""
+    files = sorted((int(path.stem), path) for path in folder.glob("*.journal") if path.stem.isdecimal())
+    if files and (frame := first_frame(files[0][1])) is not None:
         _check_opening(frame, opened, folder)
+    return max((start + path.stat().st_size for start, path in files), default=0)
 
 
 def _check_opening(oldest: Frame, opened: events.Opened, folder: Path) -> None:

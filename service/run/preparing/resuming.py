@@ -80,8 +80,6 @@ def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Mani
     """
     with lock_run(path):
         checkpoints = Checkpoints(path / CHECKPOINTS, trainer.keep_checkpoints)
-        checkpoints.drop_unfinished()
-        recover_folder(path / FINAL)
         manifest = checkpoints.newest()
         if manifest is None:
             raise UserError(f"{path}: {_why_none(path, trainer, checkpoints)}; begin a new run")
@@ -89,6 +87,8 @@ def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Mani
         if left < 0 or (left == 0 and _is_finished(path)):
             done = f"the run has all of its {manifest.step} steps"
             raise UserError(f"{path}: {done}; raise run.max_steps (it is {run.max_steps}) to continue")
+        checkpoints.drop_unfinished()
+        recover_folder(path / FINAL)
         yield manifest
 
 

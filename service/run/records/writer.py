@@ -71,7 +71,8 @@ class RunWriter:
         """Write the scrape targets of this run for Prometheus, in the format of its file-based service discovery."""
         if targets != self._targets:
             self._targets_file.parent.mkdir(exist_ok=True)
-            write_atomic(self._targets_file, json.dumps(targets) + "\n")
+            write_atomic(staged := self.path / TARGETS, json.dumps(targets) + "\n")
+            os.replace(staged, self._targets_file)  # Prometheus reads every file that is in its folder
             self._targets = targets
 
     def delete_targets(self) -> None:

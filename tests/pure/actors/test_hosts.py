@@ -43,6 +43,8 @@ def test_a_host_that_goes_is_said_once_with_what_it_held_and_one_that_joins_too(
         watch.changed(found)
         watch.changed(found)
     assert said == ["host 10.0.0.2 is gone; it held trainer-0, trainer-1", "host 10.0.0.2 has joined"]
+    with pytest.raises(RunFailed, match="the node of the driver"):
+        watch.changed({"two": RANKS})
 
 
 def test_generators_follow_what_is_drained_also_after_a_look_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,14 @@
 """A Ray that does not start, or only at another try."""
 
 import socket
+import stat
 import tempfile
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Never
 
 import pytest
 
@@ -13,6 +17,7 @@ from actors.driver.ray_session import RAYLET_ERRORS, START_TRIES
 from actors.watchdog import MARK
 from service.config import Config
 from service.errors import RunFailed, UserError
+from tests.pure.forked import Forked
 
 SLOW = "The current node timed out during startup. This could happen because the GCS has become overloaded."
 CHECK = "Check failed: statussetor3576.has_value() Timed out waiting for file metrics_agent_port_9176"
@@ -27,6 +32,8 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Ex
     def failing(times: int, failure: Exception) -> list[str]:
         def init(_temp_dir: str, **settings: object) -> None:
             done.append("start")
+            private = Path(_temp_dir).parent  # Ray opens its own folder to every user
+            assert private.parent == tmp_path and stat.S_IMODE(private.stat().st_mode) == 0o700
             logs = Path(_temp_dir) / "session_latest" / "logs"
             logs.mkdir(parents=True, exist_ok=True)
             (logs / RAYLET_ERRORS).write_text(RAYLET)
@@ -77,7 +84,7 @@ def test_what_the_user_set_for_the_network_and_vllm_reaches_every_process_and_is
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = {"NCCL_DEBUG": "INFO", "TORCH_NCCL_BLOCKING_WAIT": "1", "UCX_TLS": "rc", "FI_PROVIDER": "efa"}
-    given |= {"GLOO_SOCKET_IFNAME": "bond0", "VLLM_API_KEY": "hush"}
+    given |= {"GLOO_SOCKET_IFNAME": "bond0", "VLLM_HF_CREDENTIAL": "hush"}
     for name, value in {**given, "MY_NCCL_DEBUG": "no"}.items():
         monkeypatch.setenv(name, value)
     settings: dict[str, Any] = {}
@@ -87,7 +94,25 @@ def test_what_the_user_set_for_the_network_and_vllm_reaches_every_process_and_is
         passed = settings["runtime_env"]["env_vars"]
     assert {name: passed.get(name) for name in given} == given and "MY_NCCL_DEBUG" not in passed
     (line,) = capsys.readouterr().out.splitlines()
-    assert "NCCL_DEBUG=INFO" in line and "VLLM_API_KEY" in line and "hush" not in line and "NO_USAGE" not in line
+    assert all(name in line for name in given) and "=" not in line and "NO_USAGE" not in line
+
+
+def lives_on(dead: list[Any]) -> Never:
+    """A run whose Ray has ended, or does not answer."""
+    ray_session.worker._global_node = SimpleNamespace(dead_processes=lambda: dead, gcs_address="127.0.0.1:1")
+    ray_session.LOOK_SECONDS, ray_session.SILENT_SECONDS = 0.1, 0.2
+    ray_session._watch(threading.Event(), partial(print, flush=True))
+    raise AssertionError("it was not ended")
+
+
+@pytest.mark.parametrize(
+    ("process", "said"), [("raylet", "Ray's raylet has ended"), ("dashboard", "127.0.0.1:1 has not answered for ")]
+)
+def test_a_run_ends_with_the_reason_once_its_ray_has_ended(process: str, said: str) -> None:
+    with Forked(lives_on, [(process, None)]) as run:
+        told = run.stdout.read()
+        assert run.wait() == 1
+    assert said in told
 
 
 def test_a_stop_signal_before_the_watchdog_is_up_leaves_no_folder(

@@ -103,6 +103,21 @@ def test_unreadable_checkpoints_are_removed_with_those_that_are_too_old(tmp_path
     assert folders(tmp_path) == ["step_15"]
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_stays_and_one_of_a_later_step_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = made(tmp_path, 1, 5)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(path)) if path.exists() else FileNotFoundError
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert written(checkpoints, 10) == 10 == newest(checkpoints)
+    assert folders(tmp_path) == ["step_10", "step_5"]
+    with pytest.raises(PermissionError, match="step_10"):
+        written(checkpoints, 7)
+
+
 def test_a_checkpoint_of_another_format_is_refused_in_one_line_and_kept(tmp_path: Path) -> None:
     checkpoints = made(tmp_path, 2, 5, 10)
     change(tmp_path / "step_5" / MANIFEST, format=FORMAT + 1, something=3)

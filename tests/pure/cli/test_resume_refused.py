@@ -27,7 +27,7 @@ from service.learn.model.policy_model import trained_shapes
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import rows_digest
 from service.rollout.prompts.rows import write_rows
-from service.run.checkpoints import TRAINER, Checkpoints
+from service.run.checkpoints import MANIFEST, TRAINER, Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, DRIVER_LOG, JOURNAL, LOGS, METRICS, SUMMARY, TARGETS
 from service.run.preparing.inputs import Prepared
 from service.run.records.writer import RunWriter
@@ -86,7 +86,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) 
     monkeypatch.chdir(tmp_path / "start")
     write_rows(Path("rows.jsonl"), rows(seed=1))
     monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
-    monkeypatch.setattr(running, "refuse_open_ray", lambda environment: None)
     settings = ["data.train=rows.jsonl", "data.make_rows=null", "model.warm_start=null", f"run.max_steps={STEP}", *more]
     with monkeypatch.context() as patched:
         patched.setattr(running, "_run_on_ray", trained)
@@ -182,8 +181,26 @@ def test_a_run_that_has_nothing_to_go_on_from_is_refused_before_anything_is_load
     with (checkpoint / TRAINER / METADATA_FILE).open("a") as part:
         part.write(" ")
     assert f"every checkpoint is damaged (of step {STEP})" in refused("run.max_steps=9")
+    manifest = (checkpoint / MANIFEST).read_text()
+    (checkpoint / MANIFEST).write_text(manifest.replace("step", "stop"))
+    assert f"every checkpoint is damaged (of step {STEP})" in refused("run.max_steps=9")
+    (checkpoint / MANIFEST).unlink()
+    assert "the run ended before its first one was written" in refused("run.max_steps=9") and checkpoint.exists()
     checkpoint.rename(run / "elsewhere")
     assert "the run ended before its first one was written" in refused("run.max_steps=9")
     assert "because trainer.checkpoint_every is 0" in refused("run.max_steps=9", "trainer.checkpoint_every=0")
     (run / METRICS).write_text('{"trainer/global_step": 1, "sft/loss": 2.0}\n')
     assert "a training by baton sft is not resumed" in refused("run.max_steps=9")
+
+
+def test_a_resumption_without_its_journal_is_refused_and_begins_no_other_one(
+    refused: Callable[..., str], run: Path
+) -> None:
+    manifest = run / CHECKPOINTS / f"step_{STEP}" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"journal_position": 0', '"journal_position": 128'))
+    (segment,) = (run / JOURNAL).glob("*.journal")
+    segment.rename(run / segment.name)
+    assert "the journal ends at position 0" in refused("run.max_steps=9")
+    assert not [*(run / JOURNAL).glob("*.journal")]
+    (run / segment.name).rename(segment)
+    assert "Ray was started" in refused("run.max_steps=9", code=1)

@@ -145,7 +145,6 @@ async def test_a_file_that_a_dataset_does_not_have_is_one_line(monkeypatch: pyte
 def test_the_run_folder_has_the_revisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_run_on_ray", lambda *_: 0)
     monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
-    monkeypatch.setattr(running, "refuse_open_ray", lambda environment: None)
     config = load_config(["configs/quickstart.yaml"], [f"run.dir={tmp_path}", "model.warm_start=null"])
     revisions = {"model.path": f"hf:org/tiny is {FIRST}"}
     assert running.run(config, revisions=revisions) == 0

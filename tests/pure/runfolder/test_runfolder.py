@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -14,9 +15,26 @@ from tokenizers import Tokenizer
 
 from actors.driver.run import run
 from service.cli import main
+from service.cli.logs import _files as logs_of
+from service.cli.status import run_status
 from service.config import Config, WandbConfig, load_config, resolved_yaml
 from service.errors import RunFailed, UserError
-from service.run.folder import CONFIG, RUNS, SUMMARY, TARGETS, new_run_folder, read_lines
+from service.files import LOCK
+from service.rollout.run_secret import SECRET_FILE
+from service.run.checkpoints import MANIFEST, Checkpoints
+from service.run.folder import (
+    ADDRESS,
+    CHECKPOINTS,
+    CONFIG,
+    DRIVER_LOG,
+    LOGS,
+    RUNS,
+    SUMMARY,
+    TARGETS,
+    find_run,
+    new_run_folder,
+    read_lines,
+)
 from service.run.records import writer
 from service.run.records.writer import RunWriter
 
@@ -53,7 +71,16 @@ def test_the_status_without_a_name_is_that_of_the_run_that_began_last(
     assert capsys.readouterr().out.startswith(f"{RUNS / 'a'}: finished after 3 optimizer steps")
 
 
-def test_prometheus_has_a_file_of_targets_for_each_run_that_goes_on(tmp_path: Path) -> None:
+def test_prometheus_has_a_file_of_targets_for_each_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def seen(source: Path, target: Path) -> None:  # of a file that is half written, Prometheus would complain
+        assert source.parent.name != TARGETS
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", seen)
     writers = [RunWriter(tmp_path / name) for name in ("quickstart", "quickstart-2")]
     for number, folder in enumerate(writers):
         folder.write_targets([{"targets": [f"127.0.0.1:{number}"], "labels": {}}])
@@ -61,6 +88,28 @@ def test_prometheus_has_a_file_of_targets_for_each_run_that_goes_on(tmp_path: Pa
     assert files["quickstart-2.json"] == [{"targets": ["127.0.0.1:1"], "labels": {}}]
     writers[1].delete_targets()
     assert [file.name for file in (tmp_path / TARGETS).iterdir()] == ["quickstart.json"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_pipe_or_a_device_in_a_run_folder_is_refused_and_not_read(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    for folder in (LOGS, f"{CHECKPOINTS}/step_1"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / CONFIG).touch()
+    for name, read in (
+        (SUMMARY, lambda: run_status(str(tmp_path))),
+        (ADDRESS, lambda: run_status(str(tmp_path))),
+        (LOCK, lambda: run_status(str(tmp_path))),
+        (f"{LOGS}/{DRIVER_LOG}", lambda: logs_of(tmp_path / LOGS, "driver")),
+        (f"{CHECKPOINTS}/step_1/{MANIFEST}", lambda: Checkpoints(tmp_path / CHECKPOINTS, 1).manifest(1)),
+        (SECRET_FILE, lambda: find_run(tmp_path)),
+    ):
+        make(tmp_path / name)
+        with pytest.raises(UserError):
+            read()
+        (tmp_path / name).unlink()
 
 
 def test_a_folder_that_is_renamed_under_its_run_is_named_as_the_reason(

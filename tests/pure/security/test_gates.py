@@ -89,7 +89,7 @@ def test_s3_whatever_starts_a_ray_keeps_its_token_first(
 
 def test_s3_a_token_that_others_could_read_is_closed_to_them_and_none_is_made_up_for_a_cluster(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
-    for environment in ({"RAY_ADDRESS": "10.0.0.7:6379"}, {"RAY_AUTH_TOKEN": "x"}, {"RAY_AUTH_MODE": "disabled"}):
+    for environment in ({"RAY_ADDRESS": "10.0.0.7:6379"}, {"RAY_AUTH_TOKEN": "x"}):
         keep_token_private(environment, tmp_path / "home")
     assert list((tmp_path / "home").iterdir()) == []
     (named := tmp_path / "token").write_text("0" * 64)

@@ -31,7 +31,6 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> MemoryObjects:
     store = MemoryObjects()
     monkeypatch.setattr(uploading, "Objects", lambda *how: store)
     monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
-    monkeypatch.setattr(running, "refuse_open_ray", lambda environment: None)
     monkeypatch.setattr(running, "_run_on_ray", trained)
     return store
 

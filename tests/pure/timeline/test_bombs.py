@@ -73,4 +73,4 @@ def test_what_is_no_file_is_not_read(folder: Path, capsys: pytest.CaptureFixture
     (folder / TIMELINE / "000002.jsonl").symlink_to("/dev/zero")
     assert "no timeline" in refused(capsys, folder, "trace")
     (folder / TRAJECTORIES).symlink_to("/dev/zero")
-    assert "no trajectories" in refused(capsys, folder, "trajectories list")
+    assert "is a pipe or a device" in refused(capsys, folder, "trajectories list")
