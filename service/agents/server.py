@@ -108,8 +108,7 @@ class Endpoint:
             await self._runner.cleanup()
 
     def _accept(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:
-        """Accept a connection, with a timeout for silent clients: these would otherwise hold a file descriptor for
-        ever."""
+        """Accept a connection; one that stays silent is closed, or it would hold a file descriptor for ever."""
         connection = server()
         if len(server.connections) >= MAX_CONNECTIONS:
             keys = [self._keys.get(each.transport, "") for each in server.connections]

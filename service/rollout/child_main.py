@@ -19,6 +19,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from service.rollout.user_errors import describe_error
@@ -66,11 +67,13 @@ def end_descendants() -> None:
     import psutil  # imported only here: a keeper mostly waits, and there are many keepers
 
     signal.alarm(KILL_SECONDS)
+    listed = Path(f"/proc/self/task/{os.getpid()}/children")  # fast enough for a process that only forks and exits
     with suppress(ChildProcessError):  # no child is left
         while True:
-            for process in psutil.Process().children(recursive=True):
-                with suppress(psutil.Error):
-                    process.kill()
+            pids = listed.read_text().split() if listed.exists() else [p.pid for p in psutil.Process().children(True)]
+            for pid in map(int, pids):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             os.waitpid(-1, 0)
     signal.alarm(0)
 

@@ -160,7 +160,7 @@ class Checkpoints:
         path, manifest = self.path(step), self._read(step)
         for name, expected in manifest.files.items():
             if damage := _damage(path / name, expected):
-                raise UserError(f"{path}: the checkpoint is damaged, {name} {damage}; use another one")
+                raise UserError(f"{path}: the checkpoint is damaged, {name:.200} {damage}; use another one")
         return manifest
 
     def _readable(self) -> Iterator[Manifest]:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,6 +22,7 @@ from actors.driver import run as running
 from actors.driver.signals import FORCING, STOP_SIGNALS
 from service.config import Config, load_config, resolved_yaml
 from service.errors import RunFailed
+from service.run.checkpoints import FileChecksum, Manifest
 from service.run.folder import CONFIG
 from service.run.preparing.inputs import Prepared
 from service.run.records.writer import RunWriter
@@ -262,7 +262,7 @@ def test_a_run_that_goes_on_has_not_ended_and_is_stopped_with_the_steps_that_it_
     monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
     config = load_config(["configs/quickstart.yaml"], ["metrics.port=0"])
     (tmp_path / CONFIG).write_text(resolved_yaml(config))
-    manifest: Any = SimpleNamespace(step=27, files=["a part"])
+    manifest = Manifest(step=27, journal_position=0, files={"a part": FileChecksum(bytes=0, xxh3_64="")})
     assert running.run(config, tmp_path, manifest) == 128 + signal.SIGINT
     assert json.loads(summary.read_text()) == {"state": "stopped", "steps": 27 if goes_on else 20}
 

@@ -22,6 +22,28 @@ from service.rollout.factory import IsolatedEnvironment, environment_processes
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, play
 
 HERE = "tests.pure.rollout.misbehaving"
+FORKS = """
+import ctypes, os, time
+import psutil
+from service.rollout import child_main
+
+def late(self, recursive, children=psutil.Process.children):
+    found = children(self, recursive)
+    time.sleep(0.2)  # as on a machine with many processes
+    return found
+
+psutil.Process.children, child_main.KILL_SECONDS = late, 5
+ctypes.CDLL(None).prctl(child_main.PR_SET_CHILD_SUBREAPER, 1)
+if not os.fork():
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        if os.fork():
+            os._exit(0)
+    os._exit(0)
+time.sleep(0.2)
+child_main.end_descendants()
+"""
+"""A process that does nothing but fork and exit, and its keeper."""
 
 
 @asynccontextmanager
@@ -217,3 +239,7 @@ async def test_every_episode_of_a_process_begins_in_the_same_folder_and_with_an_
             seen.append((message["content"], (await episode.step("?")).info["pid"]))
             await episode.close()
         assert seen == [(os.getcwd(), seen[0][1])] * 3
+
+
+def test_a_process_that_only_forks_and_exits_is_ended_with_the_others() -> None:
+    assert subprocess.run([sys.executable, "-c", FORKS], timeout=60).returncode == 0
