@@ -168,6 +168,8 @@ class TrajectoryEnd(NamedTuple):
     """The output of an agent's run, in UTF-8; empty if it was not kept."""
     rewards: tuple[float, ...] = ()
     """For each step, a reward given after the step was sent, which adds to the step's own reward; empty: none."""
+    info: str = ""
+    """The environment's numbers about the trajectory (`service.handoff.steps.info`); empty: none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -235,12 +237,14 @@ class Ends(Table):
 
     uids: tuple[str, ...]
     stop_reasons: tuple[str, ...]
+    infos: tuple[str, ...]
     group_id_E: Int64s
     sample_E: Int32s
     attempt_E: Int32s
     uid_E: Int32s
     n_steps_E: Int32s
     stop_reason_E: Int32s
+    info_E: Int32s
     reward_E: Float64s
     step_offsets_E: Int64s
     """[E + 1] where the steps of each end record begin on axis `S`; none if it has no roles and later rewards."""

@@ -277,9 +277,10 @@ class BufferActor(Supervised):
         """Return a sample of the trajectories that ended untrained since the last lease."""
         return self._lost.take()
 
-    async def scorer_failures(self) -> dict[tuple[str, str], str]:
-        """Return messages about failures of scorers: for each (scorer, reason), the message about the first failure."""
-        return self._buffer.scoring.failures
+    async def scorer_failures(self) -> tuple[dict[tuple[str, str], str], dict[str, int]]:
+        """Return the message about the first failure for each (scorer, reason), and for each scorer the number of
+        groups refused since its last valid answer."""
+        return self._buffer.scoring.failures, dict(self._buffer.scoring.in_a_row)
 
     async def status(self) -> dict[str, Any]:
         """Return the status of the buffer."""

@@ -77,7 +77,7 @@ class Coordinator:
         self.stopped_by = 0
         """Number of the stop signal that ends the run; 0: no signal came."""
         self._supervised, self._supervisor = cluster.named, Supervisor(say, cause_of_death, is_death)
-        self._observer = RunObserver(config, cluster, folder, say, uploads, self._supervisor.lost)
+        self._observer = RunObserver(config, cluster, folder, say, uploads, self._supervisor)
         self._telemetry, self._progress = self._observer.telemetry, self._observer.progress
         self._generator_pool = GeneratorPool(
             config.generator,
@@ -350,7 +350,7 @@ class Coordinator:
         while not self.stopped_by:
             answer = await ask_buffer(self._buffer.lease, self._version.incarnation, POLL_SECONDS)
             if self._config.scorers:
-                self._observer.scorers_failed(await ask_buffer(self._buffer.scorer_failures))
+                self._observer.scorers_failed(*await ask_buffer(self._buffer.scorer_failures))
             if isinstance(answer, LeasedBatch):
                 self._observer.leased(answer)
                 return answer
@@ -423,4 +423,4 @@ class Coordinator:
         await self._generator_pool.stop()
         self._telemetry.state(state)
         self._telemetry.stop()
-        self._observer.ended(state, await ask_buffer(self._buffer.status), generators)
+        await self._observer.ended(state, await ask_buffer(self._buffer.status), generators)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from actors.buffer.actor import LeasedBatch
+from actors.calls import ACTOR_FAILED, call
 from actors.driver.cluster import Cluster
 from actors.observe.metrics_hub import ScrapeTargets
 from actors.observe.telemetry import RunTelemetry
 from service.config import Config
 from service.errors import RunFailed
 from service.handoff.verbs import Wait
-from service.observe.not_learning import LogprobCheck
+from service.observe.not_learning import LogprobCheck, after_warm_start
 from service.run.liveness.repeated_failures import FailureWatch
+from service.run.liveness.supervisor import Supervisor
 from service.run.phases import phase
 from service.run.records.progress import QUIET_SECONDS, Progress
 from service.run.records.trajectories import describe_ends
 from service.run.records.writer import RunWriter
 from service.types import PolicyVersion
 
+HUB_SECONDS = 5.0
+"""Seconds in which the metrics hub must say what bound the run."""
 MAX_BAD_STEPS = 10
 """Number of successive optimizer steps that were not applied, after which the run fails."""
 
@@ -36,17 +40,17 @@ class RunObserver:
         folder: RunWriter,
         say: Callable[[str], None],
         uploads: Any,
-        lost: Callable[[], Sequence[str]],
+        supervisor: Supervisor,
     ) -> None:
-        """Store the parts. `uploads`: the uploads to the object store, or None; `lost`: returns the names of the
-        processes that are lost now."""
-        self._config, self._folder, self._say, self._lost = config, folder, say, lost
+        """Store the parts. `uploads`: the uploads to the object store, or None."""
+        self._config, self._folder, self._say, self._supervisor = config, folder, say, supervisor
         self.telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads)
         resumes, seconds = bool(config.trainer.checkpoint_every), self.telemetry.states.seconds
         self.progress = Progress(config.run.max_steps, tuple(config.roles), resumes, folder, say, seconds)
         samples = config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt
         self._failures = FailureWatch(2 * samples, say, self.telemetry.failing)
         self._logprobs = LogprobCheck(config.weights)
+        self._hub = cluster.hub
         self._targets = ScrapeTargets(folder.path, folder.write_targets)
         self._waits_for = ""
         self._bad_steps = 0
@@ -61,12 +65,17 @@ class RunObserver:
         self.telemetry.doing(state, **detail)
 
     def _waited_for(self) -> str:
-        lost = self._lost()
+        lost = self._supervisor.lost()
         return self._waits_for + (f"; restarting: {', '.join(lost)}" if lost else "")
 
-    def scorers_failed(self, failures: Any) -> None:
-        """Name the scorers that fail."""
+    def scorers_failed(self, failures: Mapping[tuple[str, str], str], in_a_row: Mapping[str, int]) -> None:
+        """Name the scorers that fail; `RunFailed` if one gave no good answer about the groups of two mini-batches in a
+        row. For the arguments see `Scoring`."""
         self._failures.name_scorers(failures)
+        for scorer, refused in in_a_row.items():
+            if refused >= 2 * self._config.trainer.mini_batch_size:
+                why = "; ".join(f"{reason}: {text}" for (name, reason), text in failures.items() if name == scorer)
+                raise RunFailed(f"scorer {scorer} gave no good answer about {refused} groups in a row: {why}")
 
     def waits(self, wait: Wait, seconds: float, generators: Sequence[Mapping[str, Any]]) -> None:
         """There is no mini-batch for `seconds` so far; `RunFailed` if the trajectories fail too often, or it is too
@@ -74,7 +83,7 @@ class RunObserver:
         self.doing("waiting", f"a mini-batch: {wait.detail}", reason=wait.reason, detail=wait.detail)
         self._failures.check(generators, seconds)
         if seconds > self._config.run.stall_deadline:
-            gone = ", ".join(self._lost())
+            gone = ", ".join(self._supervisor.lost())
             back = f"; {gone} did not come back: where its host is lost, no other has room (`ray status`)"
             why = f"no mini-batch for {self._config.run.stall_deadline:.0f} s: {wait.detail}"
             raise RunFailed(why + (back if gone else ""))
@@ -115,6 +124,8 @@ class RunObserver:
         self._failures.stepped(generators)
         self._folder.append_trajectories(batch.trajectories)
         line = self.progress.stepped(version, batch.metrics, measured, generators)
+        if self._config.model.warm_start is not None and version.step == 1:
+            self._say(after_warm_start(line))
         self.telemetry.stepped(version, line, self.progress.seconds_left, self.progress.not_learning)
         await self.write_targets()
 
@@ -122,6 +133,9 @@ class RunObserver:
         """Write the addresses at which Prometheus scrapes the run, unless they were just written."""
         await self._targets.write()
 
-    def ended(self, state: str, status: dict[str, Any], generators: Sequence[dict[str, Any]]) -> None:
+    async def ended(self, state: str, status: dict[str, Any], generators: Sequence[dict[str, Any]]) -> None:
         """The run has ended in this state. `status`: of the buffer; `generators`: their statuses."""
-        self.progress.end(state, status, generators, self._failures.many)
+        said: dict[str, Any] = {"failing": self._failures.many, "restarts": dict(self._supervisor.restarts)}
+        with suppress(*ACTOR_FAILED):  # without a hub, the summary has the driver's own times
+            said["binding"] = await call(self._hub.binding, who="the metrics hub", within=HUB_SECONDS)
+        self.progress.end(state, status, generators, said)

@@ -290,7 +290,6 @@ class Generator(ImageHolder, Supervised):
             "elapsed_seconds": self._activity.elapsed,
             "wait_seconds": self._activity.seconds,
             "counts": dict(self._counts),
-            "environments": self._player.env_metrics.sums,
             "failures": self._player.failures | (outbox.last_refusals if outbox is not None else {}),
             "refusals": dict(outbox.refusals) if outbox is not None else {},
         }

@@ -21,6 +21,7 @@ from actors.observe.hub_port import for_own_names, listening_socket
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
+from service.observe.bound_by import Shares
 from service.observe.merged_metrics import Hub
 from service.run.folder import ADDRESS, TIMELINE, read_address, write_address
 from service.run.records.timeline import TimelineFiles
@@ -107,6 +108,10 @@ class MetricsHub(Supervised):
     async def forget(self, source: str) -> None:
         """Forget an actor that has left for good."""
         self._hub.forget(source)
+
+    async def binding(self) -> Shares | None:
+        """Return what binds the run in the last minutes; None in the first steps."""
+        return self._hub.status()["binding"]  # type: ignore[no-any-return]
 
     async def stop(self) -> None:
         """Close the port and the timeline."""

@@ -24,6 +24,7 @@ from service.agents.session import Outcome, Session, kept_transcript
 from service.agents.sessions import Sessions, session_key
 from service.config.rollout import AgentsConfig
 from service.errors import UserError, in_one_line, last_lines
+from service.handoff.steps.info import packed_info
 from service.handoff.steps.values import ROLES, StopReason, packed_roles
 from service.observe.metrics import Metrics
 from service.rollout.agent_loop import TrajectoryResult, generate_turn
@@ -153,6 +154,7 @@ class Agents:
             packed_roles(roles, [role for role in self.limits.roles if role not in ROLES]),
             kept_transcript(transcript.replace(session.key, "[key]")),
             () if failure else session.rewards_of_calls(outcome),
+            "" if failure else packed_info(guard.name, outcome.info),
         )
         if roles:
             self._roles.update(roles)
@@ -160,7 +162,7 @@ class Agents:
         sink.end(end)
         is_accepted = await sink.accepted(trajectory)
         session.recorded.set_result(is_accepted)
-        return TrajectoryResult(end, outcome.info, failure)
+        return TrajectoryResult(end, failure)
 
     def measure(self, metrics: Metrics) -> None:
         """Record the endpoint's counts as metrics."""

@@ -120,6 +120,7 @@ class AlgorithmConfig(Section):
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """For the loss `dual_clip`: largest ratio of a token with a negative advantage."""
     reduction: Literal["token_mean", "trajectory_mean", "prompt_mean", "seq_mean_token_sum_norm"] = "token_mean"
+    """Weights of the loss tokens of one mini-batch, by number of tokens, trajectories or prompts (learning.md)."""
     norm_tokens: Positive | None = None
     """For `seq_mean_token_sum_norm`: the divisor, in tokens; None: max_input_length + max_generate_length."""
     anchor: Literal["rollout", "proximal"] = "rollout"
@@ -133,6 +134,7 @@ class AlgorithmConfig(Section):
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL term; 0: neither a KL term nor a reference policy."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of the KL divergence by the log-ratio d: `k1` d, `k2` d^2 / 2, `k3` exp(-d) - 1 + d."""
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig | None = None
 
@@ -154,14 +156,19 @@ class TrainerConfig(Section):
     rows is computed and counted once; `auto`: `shared_prefix` where it saves at least a tenth of the tokens, else
     `packed`."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Highest learning rate of AdamW."""
     warmup_steps: NotNegative = 0
+    """Optimizer steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate from the warm-up to `run.max_steps`."""
     min_lr_fraction: Fraction = 0.0
     """For `linear` and `cosine`: final learning rate, as a fraction of `lr`."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay, a factor of the learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """AdamW's decay rates of the means of gradient and squared gradient."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Norm to which a larger gradient is scaled down."""
     gradient_checkpointing: bool | Annotated[int, Field(ge=2, le=MOST)] | Literal["auto"] = "auto"
     """Keep only the inputs of layers and compute the rest again in the backward pass. true: in all layers; n: in every
     n-th layer; auto: in none, but if the largest micro-batch, which ranks with GPUs try when they load, or a step runs
@@ -180,6 +187,7 @@ class TrainerConfig(Section):
     checkpoint_every: NotNegative = 0
     """Optimizer steps from one checkpoint to the next; 0: only the final weights."""
     keep_checkpoints: Positive = 2
+    """Newest checkpoints that are kept."""
     start_deadline: Seconds = 600.0
     """Seconds in which the ranks must load, compile and try the largest micro-batch; until then also the deadline of
     each collective."""

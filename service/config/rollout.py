@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from service.config.section import (
     FAILURE,
@@ -29,6 +29,9 @@ from service.handoff.steps.values import MAX_REWARD
 COLDEST, HOTTEST = 0.01, 100.0
 """Lowest and highest temperature in training. vLLM raises a lower temperature to COLDEST, and the trainer could then
 not compute the sampling distribution."""
+
+COMPUTE_SCORE = "compute_score"
+"""Name of the environment that calls `env.compute_score`."""
 
 MADE_SET = "made"
 """Name of the evaluation set that `data.eval_make_rows` makes."""
@@ -155,7 +158,10 @@ class EnvConfig(CommandConfig):
 
     name: str = "lookup"
     """Registered name of the environment; `agent`: `command` plays each trajectory."""
+    compute_score: str | None = None
+    """A reward function with verl's signature, as `module:function`; it takes the place of `name` and `options`."""
     max_turns: Positive = 4
+    """Turns after which an environment's trajectory ends."""
     step_deadline: Seconds = 60.0
     """Seconds in which one call of the environment must return."""
     options: dict[str, str | int | float | bool] = {}
@@ -168,6 +174,13 @@ class EnvConfig(CommandConfig):
     """`process`: every open episode has its own child process, which is killed if it blocks."""
     max_processes: Count = 256
     """Child processes of one generator at the same time; further episodes wait."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scored(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict) or not (function := settings.get(COMPUTE_SCORE)):
+            return settings
+        return settings | {"name": COMPUTE_SCORE, "options": {"function": function}}
 
 
 FailureName = Annotated[str, BeforeValidator(str), Field(pattern=FAILURE, max_length=80)]

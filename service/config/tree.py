@@ -101,6 +101,7 @@ class MakeModelConfig(Section):
     hidden_size: Annotated[int, Field(gt=0, le=4096, multiple_of=64)] = 128
     """Width of the layers. Heads have 32 dimensions, two share keys; MLPs are twice as wide."""
     num_layers: Annotated[int, Field(gt=0, le=64)] = 2
+    """Decoder layers."""
 
     @property
     def dimensions(self) -> dict[str, int]:
@@ -120,8 +121,11 @@ class WarmStartConfig(Section):
     """Supervised training on the environment's demonstrations before RL begins."""
 
     steps: Positive = 300
+    """Supervised steps."""
     batch_size: Positive = 64
+    """Demonstrations of a step."""
     lr: Annotated[float, Field(gt=0)] = 2e-3
+    """Highest learning rate: it rises over the first tenth of the steps, and falls to 0."""
     right_fraction: Fraction = 0.15
     """Fraction of the demonstrations that solve the task; the others show mistakes."""
     demonstrations: Positive = 4096
@@ -199,6 +203,7 @@ class WandbConfig(Section):
     """
 
     project: str = "baton"
+    """Project of Weights & Biases."""
     table_every: NotNegative = 10
     """Optimizer steps from one table of sample trajectories to the next; 0: no tables."""
 

@@ -17,7 +17,7 @@ from service.columns import columns_of
 from service.types import Steps
 
 NAME_BYTES = 5 << 10
-"""Maximum UTF-8 bytes of a generator's name, a prompt's uid, a stop reason and a note together."""
+"""Maximum UTF-8 bytes of a generator's name, a prompt's uid, a stop reason and a note or an info together."""
 NOTE_BYTES = 1 << 10
 """The part of NAME_BYTES that is for a note, and the maximum bytes of a note."""
 ITEM_BYTES = (3 << 10) + NAME_BYTES

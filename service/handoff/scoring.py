@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -78,6 +79,8 @@ class Scoring:
         self._status = {name: ScorerStatus() for name in scorers}
         self.failures: dict[tuple[str, str], str] = {}
         """The first failure for each scorer and reason, in words."""
+        self.in_a_row: Counter[str] = Counter()
+        """For each scorer, the number of groups refused since its last valid answer."""
         for group_id, group in list(record.ledger.state.groups.items()):
             for name in group.awaited:  # also of groups that are not finished yet
                 if name not in scorers and group.state in (*UNFINISHED, GroupState.SCORING):
@@ -124,6 +127,7 @@ class Scoring:
         info = tuple(text.encode(errors="replace")[:INFO_BYTES].decode(errors="ignore") for text in answer.info)
         replaces = rewards is not None and settings.combine == "replace"
         self._status[scorer].scored += 1
+        self.in_a_row[scorer] = 0
         self._add(events.Scored(group_id, scorer, rewards, replaces, info, teacher))
         return None
 
@@ -142,6 +146,7 @@ class Scoring:
             return
         if self._scorers[scorer].fallback == "refuse":
             self._status[scorer].refused += 1
+            self.in_a_row[scorer] += 1
             self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.SCORER))
         else:
             self._status[scorer].fallbacks += 1

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from service.columns import columns_of, lengths_of, nested_offsets, widened
 from service.handoff.group_bytes import NAME_BYTES, NOTE_BYTES, TRANSCRIPT_BYTES
+from service.handoff.steps.info import is_info
 from service.handoff.steps.values import MAX_REWARD, ROLES, Limits
 from service.types import MAX_SUPPORT, NO_VERSION, ROUTE_NATIVELY, Bools, Refusal, RefusalReason, StepGroup
 
@@ -56,6 +57,7 @@ def _table(group: StepGroup, limits: Limits) -> Refusal | None:
         ("note_K", steps.note_K, 0, len(steps.notes)),
         ("uid_E", ends.uid_E, 0, len(ends.uids)),
         ("stop_reason_E", ends.stop_reason_E, 0, len(ends.stop_reasons)),
+        ("info_E", ends.info_E, 0, len(ends.infos)),
     )
 
 
@@ -122,6 +124,8 @@ def _said(group: StepGroup, limits: Limits) -> Refusal | None:
     wrong_E = (said_E != 0) & (said_E != ends.n_steps_E)
     if wrong_E.any():
         return Refusal(RefusalReason.LENGTH_MISMATCH, "step_offsets_E", int(said_E[wrong_E.argmax()]))
+    if not all(map(is_info, ends.infos)):
+        return Refusal(RefusalReason.MALFORMED, "infos")
     if (transcript_E > TRANSCRIPT_BYTES).any():
         return Refusal(RefusalReason.TOO_LARGE, "transcript_N", int(transcript_E.max()))
     if ends.role_S.max(initial=0) >= len(ROLES) + limits.n_named_roles:

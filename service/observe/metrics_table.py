@@ -169,9 +169,6 @@ TABLE: tuple[Metric, ...] = (*LENGTHS_AND_PADDING, *BUFFER, *TRAINER, *GENERATOR
 
 BY_NAME = {metric.name: metric for metric in TABLE}
 
-MAX_INFO_NAMES = 64
-"""Maximum number of names in an environment's `info` whose means are kept, so that new names take bounded memory."""
-
 STEP_KEYS: dict[str, str] = {
     "trainer/incarnation": "Incarnation of the trainer; with the step it is the policy's version.",
     "trainer/gpu_reserved_bytes": "Most memory that a rank has reserved on its GPU.",
@@ -239,9 +236,7 @@ STEP_KEYS: dict[str, str] = {
     "eval/<set>/avg_tokens": "Mean sampled tokens of an evaluated trajectory.",
     "eval/<set>/truncated_ratio": "Fraction of the evaluated responses cut at the limit.",
     "eval/<set>/lost_trajectories": "Evaluated trajectories that engine or environment lost; no mean counts them.",
-    "environment/<environment>/<name>": (
-        f"Mean of what the environment returns as `info` since the step before; at most {MAX_INFO_NAMES} names."
-    ),
+    "environment/<environment>/<name>": "Mean of the environment's `info` over the mini-batch's trajectories.",
 }
 
 MEANINGS: dict[str, str] = {metric.key: metric.help for metric in reversed(TABLE) if metric.key} | STEP_KEYS

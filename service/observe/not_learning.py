@@ -13,13 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from service.config.learn import WeightsConfig
+from service.observe.summary import learning_summary
 
 WINDOW = 5
 """Number of last optimizer steps over which a metric is averaged. If a run has fewer, no metric is compared."""
-
-
-Comparison = Literal["at least", "at most", "fallen to"]
-"""How a metric compares with its threshold; `fallen to`: with its mean over the first steps, times the threshold."""
+FLAT_STEPS = 200
+"""Number of optimizer steps from which a reward without gain is a symptom; it is judged after each of these many."""
+Comparison = Literal["at least", "at most", "fallen to", "without gain for"]
+"""How a metric compares with its threshold; `fallen to`: with its mean over the first steps, times the threshold;
+`without gain for`: the interval of its gain over the run, of at least so many steps, contains 0 or less."""
 
 
 class Symptom(NamedTuple):
@@ -40,6 +42,7 @@ SYMPTOMS = (
         "engine-and-trainer", "policy/by_staleness/0/kl", "at least", 0.01, "engine and trainer: {:.2g} nats apart"
     ),
     Symptom("always-solved", "reward/groups_all_one", "at least", 0.8, "in {:.0%} of the groups all samples got 1"),
+    Symptom("too-fast", "policy/by_staleness/1/kl", "at least", 0.1, "a step moves the policy by {:.2g} nats"),
     Symptom("entropy", "policy/policy_entropy", "fallen to", 0.1, "the entropy fell to {:.0%} of the first steps'"),
     Symptom("too-short", "generate/avg_response_length", "at most", 1.5, "a response has {:.1f} tokens on average"),
     Symptom("shorter", "generate/avg_response_length", "fallen to", 0.2, "responses shrank to {:.0%} of the first"),
@@ -49,6 +52,9 @@ SYMPTOMS = (
     Symptom("stale", "policy/policy_kl", "at least", 0.1, "sampled and trained policy differ by {:.2g} nats"),
     Symptom("clipped", "policy/loss_metrics/clip_ratio", "at least", 0.3, "{:.0%} of the loss tokens are clipped"),
     Symptom("no-gradient", "policy/grad_norm", "at most", 1e-8, "the gradient's norm is {:.1g}"),
+    Symptom(
+        "flat", "reward/avg_raw_reward", "without gain for", FLAT_STEPS, "no gain of reward in {:.0f} steps but noise"
+    ),
 )
 
 
@@ -56,25 +62,48 @@ class Diagnosis:
     """Compares the metrics of a run's last optimizer steps (lines of `metrics.jsonl`) with the thresholds."""
 
     def __init__(self, lines: Sequence[Mapping[str, float]] = ()) -> None:
-        self._first: list[Mapping[str, float]] = [*lines[:WINDOW]]
-        self._last = deque(lines, maxlen=WINDOW)
+        self._first: list[Mapping[str, float]] = []
+        self._last: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+        self._rewards: list[float] = []
+        self._flat_steps: int | None = None
+        """Number of steps after which the reward had no gain."""
+        self._was: dict[str, tuple[int, int, str]] = {}
+        """For each symptom that was the likeliest cause: in how many steps, the first of them, and in words."""
+        for line in lines:
+            self.stepped(line)
 
     def stepped(self, line: Mapping[str, float]) -> None:
         """Store the metrics of the next optimizer step: its line of `metrics.jsonl`."""
         self._last.append(line)
         if len(self._first) < WINDOW:
             self._first.append(line)
+        self._rewards.append(line["reward/avg_raw_reward"])
+        if len(self._rewards) % FLAT_STEPS == 0:
+            lowest, _ = learning_summary(self._rewards, ())["reward_gain_interval"]
+            self._flat_steps = len(self._rewards) if lowest <= 0 else None
+        for name, said in [*self.found().items()][:1]:
+            steps, first, words = self._was.get(name, (0, len(self._rewards), said))
+            self._was[name] = steps + 1, first, words
+
+    def worst(self) -> str:
+        """The symptom that was the likeliest cause in most steps of the run, as a sentence; empty if in few steps."""
+        name, (steps, first, said) = max(self._was.items(), key=lambda item: item[1][0], default=("", (0, 0, "")))
+        if steps < WINDOW:
+            return ""
+        return f"in {steps} steps, from step {first} on, {said} (docs/not-learning.md#{name})"
 
     def found(self) -> dict[str, str]:
         """The symptoms of the last optimizer steps: a description of each, by the symptom's name, the most likely cause
         first."""
         found = {}
         for name, key, comparison, threshold, says in SYMPTOMS:
-            value = _mean(self._last, key)
+            value = self._flat_steps if comparison == "without gain for" else _mean(self._last, key)
             if value is not None and comparison == "fallen to":
                 first = _mean(self._first, key)
                 value = value / first if first else None
-            if value is not None and (value >= threshold if comparison == "at least" else value <= threshold):
+            if value is not None and (
+                value <= threshold if comparison in ("at most", "fallen to") else value >= threshold
+            ):
                 found[name] = says.format(value)
         return found
 
@@ -86,6 +115,13 @@ def in_words(found: Mapping[str, str]) -> str:
     first, *others = found
     also = f"; also: {', '.join(others)}" if others else ""
     return f"{found[first]} (docs/not-learning.md#{first}){also}"
+
+
+def after_warm_start(line: Mapping[str, float]) -> str:
+    """What the warm start taught, by the metrics of the first optimizer step."""
+    reward, unsolved = line["reward/avg_raw_reward"], line.get("reward/groups_all_zero", 0.0)
+    nothing = "; it solves nothing: raise model.warm_start.steps, or right_fraction" if unsolved >= 0.8 else ""
+    return f"after the warm start the reward is {reward:.3g}, and 0 in {unsolved:.0%} of the groups{nothing}"
 
 
 def _mean(lines: Iterable[Mapping[str, float]], key: str) -> float | None:

@@ -59,11 +59,21 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
             f"reward: {summary['reward_first_tenth']:.3f} over the first tenth of the steps, "
             f"{summary['reward_last_tenth']:.3f} over the last ({summary['reward_gain']:+.3f}{_certainty(summary)})"
         )
+    if summary.get("not_learning_mostly"):
+        lines.append(f"learning: {summary['not_learning_mostly']}")
     if summary.get("not_learning"):
         lines.append(f"learning: at the end {summary['not_learning']}")
     if summary.get("failing"):
         lines.append(f"failing: {summary['failing']}")
-    if shares := summary.get("time"):
+    for name, of in summary.get("scorers", {}).items():
+        if failures := sum(of["failures"].values()):
+            lost = f"{of['refused']} groups refused and {of['fallbacks']} without it of {of['scored']} scored"
+            lines.append(f"scorer {name}: {failures} failures, {lost}; the last: {of['last_failure']}")
+    if restarts := summary.get("restarts"):
+        lines.append(f"restarts: {', '.join(f'{name} {times}' for name, times in restarts.items())}")
+    if binding := summary.get("binding"):
+        lines.append(f"bound by {binding['part']}: {binding['sentence']}")
+    elif shares := summary.get("time"):
         parts = ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.01)
         idle = f"generators without a group {summary['generator_wait_fraction']:.0%}"
         lines.append(f"bound by {summary['bound_by']}: {parts} of the steps' time; {idle}")

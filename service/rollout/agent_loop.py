@@ -29,6 +29,7 @@ from service.columns import digest
 from service.errors import in_one_line
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.prefixes.sharing import longest_prefix
+from service.handoff.steps.info import packed_info
 from service.handoff.steps.values import NEEDED, ROLES, StopReason, is_reward, packed_roles
 from service.rollout.chat.chat import Chat, MessagesRefused
 from service.rollout.chat.conversation import Conversation, Prompt, Response, generation_of, without_loss
@@ -46,8 +47,6 @@ class TrajectoryResult(NamedTuple):
     """The result of playing one trajectory, apart from its steps."""
 
     end: TrajectoryEnd
-    info: Mapping[str, float]
-    """The environment's `info`, each number summed over the steps."""
     failure: str
     """The reason why the trajectory failed; empty if it did not fail."""
 
@@ -101,7 +100,7 @@ async def run_trajectory(
         episode.stop_reason, failure = failed.reason, str(failed)
     finally:
         await environment.close(trajectory)
-    return TrajectoryResult(episode.finish(failure), info, failure)
+    return TrajectoryResult(episode.finish(failure, packed_info(environment.name, info)), failure)
 
 
 async def generate_turn(
@@ -261,9 +260,9 @@ class Episode:
                 self._given[newest], self._reward = given, of_main
         return refused
 
-    def finish(self, failure: str = "") -> TrajectoryEnd:
+    def finish(self, failure: str = "", info: str = "") -> TrajectoryEnd:
         """Send the record that ends the trajectory to the sink, and return it. `failure`: the reason why the trajectory
-        failed."""
+        failed; `info`: the environment's numbers, each summed over the steps."""
         if self._truncated and self.stop_reason in (StopReason.STOP, StopReason.MAX_TURNS):
             self.stop_reason = StopReason.TRUNCATED
         named = [role for role in self._limits.roles if role not in ROLES]
@@ -276,6 +275,7 @@ class Episode:
             packed_roles(self._roles, named),
             failure.encode(errors="replace")[:TRANSCRIPT_BYTES],
             rewards=tuple(self._given.get(index, 0.0) for index in range(self.n_steps)) if self._given else (),
+            info="" if failure else info,
         )
         self._sink.end(end)
         return end

@@ -55,20 +55,20 @@ class LeakedTasks:
     is removed."""
 
     def __init__(self) -> None:
-        self._names: dict[asyncio.Task[None], str] = {}
+        self.names: dict[asyncio.Task[None], str] = {}
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     def add(self, task: asyncio.Task[None], name: str) -> None:
         """Count an abandoned task of the environment `name` until the task returns."""
-        self._names[task] = name
-        task.add_done_callback(self._names.pop)
+        self.names[task] = name
+        task.add_done_callback(self.names.pop)
 
     def check(self) -> None:
         """Raise `RunFailed` if too many abandoned tasks have not returned."""
         if len(self) > MAX_LEAKED_TASKS:
-            names = ", ".join(f"{n} of {name}" for name, n in Counter(self._names.values()).most_common(3))
+            names = ", ".join(f"{n} of {name}" for name, n in Counter(self.names.values()).most_common(3))
             raise RunFailed(
                 f"{len(self)} episodes did not return after they were cancelled ({names}); their environment swallows "
                 "asyncio.CancelledError, or a library that it calls hangs: let it pass, or set env.isolation to process"
@@ -86,7 +86,7 @@ class _EnvironmentCall(NamedTuple):
 
 
 class EnvGuard:
-    """Runs one trajectory's environment. `make`: makes the environment; `name`: the environment's name in messages.
+    """Runs one trajectory's environment. `make`: makes the environment; `name`: the environment's name.
 
     `reset`, `step` and `play` raise TrajectoryFailed if the environment raised an error, missed
     its deadline, or returned a value that is not allowed.
@@ -102,7 +102,7 @@ class EnvGuard:
     ) -> None:
         """`answered`: called after each call of the environment (except `play`), with the call's name and start
         time."""
-        self._name = name
+        self.name = name
         self._make = make
         self._limits = limits
         self._leaked = LeakedTasks() if leaked is None else leaked
@@ -145,8 +145,8 @@ class EnvGuard:
             if not self._task.done():
                 if not self._gave_up:
                     self._task.cancel()
-                self._leaked.add(self._task, self._name)
-                log.warning("%s: %s was abandoned, it did not end within %g s", trajectory, self._name, seconds)
+                self._leaked.add(self._task, self.name)
+                log.warning("%s: %s was abandoned, it did not end within %g s", trajectory, self.name, seconds)
 
     async def _ask(
         self,
@@ -159,7 +159,7 @@ class EnvGuard:
         default `method`."""
         loop = asyncio.get_running_loop()
         if self._task is None:
-            self._task = loop.create_task(self._serve(), name=self._name)
+            self._task = loop.create_task(self._serve(), name=self.name)
         answer: asyncio.Future[Any] = loop.create_future()
         began, deadline = time.monotonic(), self._limits.step_deadline
         self._calls.put_nowait(_EnvironmentCall(method, make, read, answer))
@@ -216,7 +216,7 @@ class EnvGuard:
         return self._failed(reason, method, describe_error(error), type_name(error))
 
     def _failed(self, reason: StopReason, method: str, detail: str, error: str = "") -> TrajectoryFailed:
-        return TrajectoryFailed(reason, f"{self._name}.{method}: {detail}", error=error)
+        return TrajectoryFailed(reason, f"{self.name}.{method}: {detail}", error=error)
 
 
 def tool_named(text: str, tools: Container[str]) -> str:

@@ -19,7 +19,6 @@ from service.rollout.chat.frozen import FrozenModels
 from service.rollout.engine import AgentLimits, Engine, PlaySettings
 from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Task
-from service.rollout.environments.env_metrics import EnvMetrics
 from service.rollout.factory import AgentMaker, Environments
 from service.rollout.step_sinks import StepSink
 from service.rollout.timelines import TimedEngine, Timelines
@@ -77,8 +76,6 @@ class Player:
         self.failures: dict[str, str] = {}
         """For each stop reason, the error of the most recent trajectory that failed with it."""
         self.leaked = LeakedTasks()
-        self.env_metrics = EnvMetrics()
-        """The `info` of the environments, summed over the trajectories played for training."""
         self._ended: list[tuple[TrajectoryEnd, str]] = []
         """Training trajectories that ended and are not measured yet, each with the name of its environment."""
 
@@ -94,8 +91,6 @@ class Player:
             played = await self._play(trajectory, task, sink, str(trajectory.group_id))
             self.timelines.ended(line, played.end.stop_reason)
         self._ended.append((played.end, env))
-        if not played.failure:
-            self.env_metrics.add(env, played.info)
         return played.end
 
     def load(self) -> None:

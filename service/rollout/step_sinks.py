@@ -44,7 +44,7 @@ class StepColumns:
         self.n_bytes = 0
         """Bytes of all token columns, and of the values in the records that end trajectories."""
         self.name_bytes = 0
-        """Maximum bytes of uids, stop reasons and notes in the message's header, each with its length prefix."""
+        """Maximum bytes of uids, stop reasons, notes and infos in the message's header, each with its length prefix."""
         self.routing: tuple[int, ...] | None = None
         """(layers, topk) of the routed experts, which must be the same for all steps of a message."""
         self.ends: list[TrajectoryEnd] = []
@@ -67,7 +67,7 @@ class StepColumns:
         """Append the record that ends a trajectory."""
         self.ends.append(end)
         self.n_bytes += said_bytes(end)
-        self._count_names(end.prompt_uid, end.stop_reason)
+        self._count_names(end.prompt_uid, end.stop_reason, end.info)
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
         """Always True, because the steps are only collected here and no buffer has to accept them."""

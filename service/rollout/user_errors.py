@@ -21,6 +21,8 @@ MAX_CHARACTERS = 500
 MAX_NAME_CHARACTERS = 80
 
 HERE = os.path.dirname(__file__)
+CALLERS = (HERE, os.path.join(os.path.dirname(HERE), "scorers"))
+"""Folders of the code that calls users' code."""
 
 
 def describe_error(error: BaseException) -> str:
@@ -34,7 +36,7 @@ def describe_error(error: BaseException) -> str:
     # Not `error.__traceback__`, which a user's class may redefine.
     traceback: TracebackType | None = BaseException.__dict__["__traceback__"].__get__(error)
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(traceback)]
-    outside = dropwhile(lambda frame: os.path.dirname(frame[0]) == HERE, frames)  # outermost frame first
+    outside = dropwhile(lambda frame: os.path.dirname(frame[0]) in CALLERS, frames)  # outermost frame first
     places = [f"{os.path.basename(file)}:{line}" for file, line in outside]
     if places:
         text += f" ({places[0]})" if places[0] == places[-1] else f" ({places[0]}, in {places[-1]})"

@@ -3,7 +3,8 @@
     group 7 waits for judge -> a free worker of judge: ask -> accept | failed, and again | give_up
 
 Each worker is asked about one group at a time, so a group that makes its scorer hang or die costs no other group an
-attempt. A group is in memory a second time, encoded, only while a worker scores it.
+attempt, and a group that pauses before its next attempt keeps no worker. A group is in memory a second time, encoded,
+only while a worker scores it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from service.config.rollout import ScorerConfig
 from service.handoff.scoring import Scoring
 from service.handoff.steps.wire import encode as encode_group
 from service.scorers.reply import Failure, ScorerFailed, answer_from
-from service.types import StepGroup
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """First and longest pause, in seconds, before a scorer is asked again about a group."""
@@ -59,7 +59,10 @@ class Asking:
         """`settled` returns when all events of the journal until now are on disk."""
         self._settings = settings
         self._scoring = scoring
-        self._idle = {name: [*workers[name]] for name in settings}
+        self._idle = {name: asyncio.Queue[Worker]() for name in settings}
+        for name, idle in self._idle.items():
+            for worker in workers[name]:
+                idle.put_nowait(worker)
         self._asked: set[tuple[str, int]] = set()
         self._settled = settled
         self._first_pause = first_pause
@@ -76,44 +79,48 @@ class Asking:
             while True:
                 await self._look.wait()
                 self._look.clear()
-                for name, idle in self._idle.items():
-                    for group_id in self._scoring.pending(name) if idle else ():
-                        if idle and (name, group_id) not in self._asked:
+                for name in self._settings:
+                    for group_id in self._scoring.pending(name):
+                        if (name, group_id) not in self._asked:
                             self._asked.add((name, group_id))
-                            # Read it now: the group may end before the task begins.
-                            row, group = self._scoring.group(group_id)
-                            tasks.create_task(self._score(name, group_id, row, group, idle.pop()))
+                            tasks.create_task(self._score(name, group_id))
 
-    async def _score(self, name: str, group_id: int, row: int, group: StepGroup, worker: Worker) -> None:
+    async def _score(self, name: str, group_id: int) -> None:
         """Score one group: retries until there is an answer, or no attempt is left."""
-        began = asyncio.get_running_loop().time()
-        encoded = await asyncio.to_thread(encode_group, group)
 
         def note(failed: ScorerFailed) -> None:
             log.warning("scorer %s gave no good answer about group=%d: %s", name, group_id, failed)
             self._scoring.failed(name, str(failed.reason), failed.detail)
 
-        ask = partial(self._ask, name, group_id, worker, row, encoded)
+        ask = partial(self._with_worker, name, group_id)
         backoff = Backoff(self._first_pause, LONGEST_PAUSE)
         try:
             await retried(ask, ScorerFailed, backoff, tries=self._settings[name].attempts, failed=note)
         except ScorerFailed as failed:
             note(failed)
             self._scoring.give_up(group_id, name, str(failed.reason))
-        self._scoring.took(name, asyncio.get_running_loop().time() - began)
         await self._settled()
         self._asked.discard((name, group_id))
-        self._idle[name].append(worker)
-        self.look()
+
+    async def _with_worker(self, name: str, group_id: int) -> None:
+        """Wait for a free worker, and ask it once about a group, unless the group's score is no longer needed."""
+        worker = await self._idle[name].get()
+        began = asyncio.get_running_loop().time()
+        try:
+            if self._scoring.awaits(group_id, name):
+                row, group = self._scoring.group(group_id)
+                await self._ask(name, group_id, worker, row, await asyncio.to_thread(encode_group, group))
+                await self._settled()
+        finally:
+            self._scoring.took(name, asyncio.get_running_loop().time() - began)
+            self._idle[name].put_nowait(worker)
 
     async def _ask(self, name: str, group_id: int, worker: Worker, row: int, group: bytes) -> None:
-        """Ask a worker once about a group, unless the group's score is no longer needed.
+        """Ask a worker once about a group.
 
         Raises:
             ScorerFailed: there was no answer, or it was refused.
         """
-        if not self._scoring.awaits(group_id, name):
-            return
         settings, reason = self._settings[name], Failure.START
         within = START_SECONDS
         try:

@@ -16,6 +16,7 @@ from service.handoff.scoring import Answer
 from service.handoff.steps.tables import end_objects, step_objects
 from service.handoff.steps.values import roles_from
 from service.rollout.environment import Task
+from service.rollout.user_errors import describe_error
 from service.scorers.reply import Failure, ScorerFailed, answer_of
 from service.types import StepGroup
 from service.user_code import enter_user_folder, import_object
@@ -144,17 +145,17 @@ class UserScorer:
 
     async def rewards(self, trajectories: Sequence[Trajectory]) -> Answer:
         """Rewards of trajectories; raises `ScorerFailed` if the function raises or its answer is not valid."""
-        return answer_of(await self._called(trajectories), len(trajectories))
+        return answer_of(await asyncio.to_thread(self._called, trajectories), len(trajectories))
 
     async def logprobs(self, token_ids: list[int]) -> Sequence[float | None]:
         """The log-probability of each token given the tokens before it; raises `ScorerFailed` if the
         function raises."""
-        given = await self._called(token_ids)
+        given = await asyncio.to_thread(self._called, token_ids)
         return given.tolist() if hasattr(given, "tolist") else given  # type: ignore[no-any-return]
 
-    async def _called(self, argument: object) -> Any:
-        """Call the function in a thread; raises `ScorerFailed` if it raises."""
+    def _called(self, argument: object) -> Any:
+        """Call the function; raises `ScorerFailed`, with file and line, if it raises."""
         try:
-            return await asyncio.to_thread(self._function, argument)
+            return self._function(argument)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
-            raise ScorerFailed(Failure.RAISED, f"{type(error).__name__}: {error}"[:200]) from None
+            raise ScorerFailed(Failure.RAISED, describe_error(error)) from None

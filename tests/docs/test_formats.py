@@ -16,6 +16,7 @@ from service.handoff.steps.wire import ALIGNMENT, MAGIC, MINI_BATCH, PREFIX, STE
 from service.handoff.verbs import WaitReason
 from service.observe.not_learning import SYMPTOMS
 from service.observe.status_document import SCHEMA
+from service.rollout.environments.registry import ENVIRONMENTS
 from service.types import RefusalReason, Step, TrajectoryEnd
 
 OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
@@ -57,6 +58,12 @@ def test_every_setting_that_a_resumption_refuses_is_listed() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_made_from_the_code_is_current(name: str) -> None:
     assert Path(name).read_text() == FILES[name](), "run python -m scripts.docs"
+
+
+def test_every_setting_has_a_meaning_and_every_environment_is_named() -> None:
+    assert [line for line in Path("docs/configuration.md").read_text().splitlines() if line.endswith("||")] == []
+    environments = Path("docs/environments.md").read_text()
+    assert [name for name in ENVIRONMENTS if f"`{name}`" not in environments] == []
 
 
 def test_every_symptom_of_a_run_that_does_not_learn_has_its_section_in_the_order_in_which_one_looks() -> None:

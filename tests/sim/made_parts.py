@@ -30,7 +30,6 @@ from service.learn.learner import StepReport
 from service.learn.model.sharding import WeightRows
 from service.observe.metrics import Metrics
 from service.rollout.environment import Task
-from service.rollout.environments.env_metrics import EnvMetrics
 from service.rollout.step_sinks import StepSink
 from service.run.folder import write_address
 from service.run.liveness.supervisor import Life
@@ -241,7 +240,7 @@ class SimPlayer:
         self, workers: AgentWorkers, config: Config, model_folder: Path, engine: SimEngine, *more: Any
     ) -> None:
         self._workers, self._engine = workers, engine
-        self.env_metrics, self.leaked, self.failures = EnvMetrics(), list[Any](), dict[str, str]()
+        self.leaked, self.failures = list[Any](), dict[str, str]()
 
     async def play(self, of: TrajectoryId, task: Task, sink: StepSink) -> TrajectoryEnd:
         """Play all turns."""

@@ -43,6 +43,7 @@ from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import Mode, check_whole, merge_in_order
 from service.handoff.prefixes.sharing import shared_form
+from service.handoff.steps.info import info_means
 from service.handoff.steps.tables import Episodes, ends_table, name_of, steps_table
 from service.handoff.steps.values import ROLES, TRAINED, Role
 from service.types import Int32s, Int64s, MiniBatch, Rows, Step, Steps, TrajectoryEnd, TrajectoryId
@@ -132,6 +133,7 @@ def formed(
         | advantages.metrics
         | staleness_metrics(masked.staleness_N, masked.loss_before_G, masked.stale_G)
         | token_metrics(played.steps, masked.loss_G, masked.stale_G, untrained_P)
+        | info_means(played.ends)
     )
     batch = MiniBatch(
         lease=lease,

@@ -230,11 +230,13 @@ def _fields_of_both(table: Steps | Rows) -> Iterator[dict[str, Any]]:
 
 def end_objects(ends: Ends) -> list[TrajectoryEnd]:
     """The end records of a table as objects, without roles that are all `main` and later rewards that are all 0."""
-    columns = (ends.uid_E, ends.n_steps_E, ends.stop_reason_E, ends.reward_E)
+    columns = (ends.uid_E, ends.n_steps_E, ends.stop_reason_E, ends.reward_E, ends.info_E)
     items = zip(trajectory_ids(ends), *(column_E.tolist() for column_E in columns), strict=True)
     said, bounds = pairwise(ends.step_offsets_E.tolist()), pairwise(ends.offsets_E.tolist())
     made = []
-    for (of, uid, n_steps, stop_reason, reward), (first, last), (start, stop) in zip(items, said, bounds, strict=True):
+    for (of, uid, n_steps, stop_reason, reward, info), (first, last), (start, stop) in zip(
+        items, said, bounds, strict=True
+    ):
         roles, rewards = ends.role_S[first:last], ends.later_reward_S[first:last]
         made.append(
             TrajectoryEnd(
@@ -242,6 +244,7 @@ def end_objects(ends: Ends) -> list[TrajectoryEnd]:
                 roles=roles.tobytes() if roles.any() else b"",
                 transcript=ends.transcript_N[start:stop].tobytes(),
                 rewards=tuple(rewards.tolist()) if rewards.any() else (),
+                info=ends.infos[info],
             )
         )  # fmt: skip
     return made

@@ -23,12 +23,12 @@ from service.columns import columns_of
 from service.handoff.steps.values import Limits
 from service.types import Ends, MicroBatch, MiniBatch, Refusal, RefusalReason, Sender, StepGroup, Steps
 
-MAGIC, VERSION = b"BATN", 5
+MAGIC, VERSION = b"BATN", 6
 STEP_GROUP, MINI_BATCH = 1, 2
 PREFIX = struct.Struct("<4sHHIQQ")
 ALIGNMENT = 64
 MAX_HEADER_BYTES = 1 << 20
-"""Maximum bytes of a step group's header, which is mostly uids, stop reasons and notes."""
+"""Maximum bytes of a step group's header, which is mostly uids, stop reasons, notes and infos."""
 
 _COLUMNS = {column.name: column for table in (Steps, Ends, MiniBatch, MicroBatch) for column in columns_of(table).all}
 """All columns that a message may hold, by name."""
@@ -55,6 +55,7 @@ class GroupHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_notes: tuple[str, ...]
     end_uids: tuple[str, ...]
     end_stop_reasons: tuple[str, ...]
+    end_infos: tuple[str, ...]
     arrays: tuple[ArrayHead, ...]
 
 
@@ -80,12 +81,12 @@ def encode(group: StepGroup) -> bytes:
     """The bytes of a step group; raises a ValueError if its names take more bytes than a header may have."""
     steps, ends = group.steps, group.ends
     arrays = _arrays_of(steps) | _arrays_of(ends)
-    names = (steps.uids, steps.stop_reasons, steps.notes, ends.uids, ends.stop_reasons)
+    names = (steps.uids, steps.stop_reasons, steps.notes, ends.uids, ends.stop_reasons, ends.infos)
     head = msgspec.msgpack.encode(GroupHead(*group.sender, *names, _array_heads(arrays)))
     if len(head) > MAX_HEADER_BYTES:
         raise ValueError(
             f"a step group's header takes {len(head)} bytes, MAX_HEADER_BYTES is {MAX_HEADER_BYTES}: send its "
-            f"{sum(map(len, names))} uids, stop reasons and notes in several messages"
+            f"{sum(map(len, names))} uids, stop reasons, notes and infos in several messages"
         )
     return _framed(STEP_GROUP, head, arrays)
 
@@ -108,7 +109,7 @@ def _step_group(head: GroupHead, arrays: dict[str, NDArray[Any]]) -> StepGroup:
         raise _Damaged(RefusalReason.SCHEMA, next(iter(arrays))[:80])
     try:
         steps = Steps(uids=head.step_uids, stop_reasons=head.step_stop_reasons, notes=head.step_notes, **step_columns)
-        ends = Ends(uids=head.end_uids, stop_reasons=head.end_stop_reasons, **end_columns)
+        ends = Ends(uids=head.end_uids, stop_reasons=head.end_stop_reasons, infos=head.end_infos, **end_columns)
     except ValueError as error:
         raise _Damaged(RefusalReason.LENGTH_MISMATCH, str(error)) from error
     return StepGroup(Sender(head.generator, head.incarnation, head.sequence), steps, ends)

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from service.config.rollout import AGENT
+from service.config.rollout import AGENT, COMPUTE_SCORE
 from service.errors import UserError
 from service.rollout.environment import Environment, Message
 from service.user_code import enter_user_folder, import_object, import_user_module
@@ -27,6 +27,7 @@ Options = Mapping[str, str | int | float | bool]
 GROUP = "baton.environments"
 
 ENVIRONMENTS = {
+    COMPUTE_SCORE: "baton.examples.adapters.verl:ComputeScore",
     "gsm8k": "baton.examples.gsm8k:Gsm8k",
     "guess_number": "baton.examples.guess_number:GuessNumber",
     "harbor": "baton.harbor:Trial",
@@ -49,9 +50,11 @@ def make_environment(name: str, options: Options, trusted_modules: Sequence[str]
         UserError: there is no such environment, or its constructor fails with these options.
     """
     enter_user_folder()  # an earlier environment may have changed the folder
-    make = environment_class(name, trusted_modules)
+    make, given = environment_class(name, trusted_modules), dict[str, Any](options)
+    if name == COMPUTE_SCORE:
+        given["function"] = import_object("env.compute_score", str(options.get("function")))[1]
     try:
-        return make(**options)
+        return make(**given)
     except UserError:
         raise
     except TypeError as error:

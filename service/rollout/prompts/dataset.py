@@ -39,13 +39,13 @@ MAX_UID_LENGTH = 512
 limited."""
 
 
-def load_tasks(path: Path) -> list[Task]:
+def load_tasks(path: Path | str) -> list[Task]:
     """All rows of the file as tasks, in order; an empty `env_class` means the configured environment.
 
     Raises:
         UserError: the file or a row is malformed; the message names row and column.
     """
-    return tasks_of(read_rows(path), path)
+    return tasks_of(read_rows(Path(path)), Path(path))
 
 
 def task_of(tasks: Sequence[Task], uid: str, row: int) -> Task:

@@ -73,6 +73,8 @@ class Supervisor:
         """The time at which each actor's present process answered first."""
         self._deaths: Counter[str] = Counter()
         """Successive deaths of an actor's processes that lived for less than `LIVED_SECONDS`."""
+        self.restarts: Counter[str] = Counter()
+        """Processes that each actor has lost."""
         self._absent: dict[str, float] = {}
         """For each actor without a process, when it lost its process, or when the last line about that was printed."""
         self._bug: BaseException | None = None
@@ -204,7 +206,10 @@ class Supervisor:
         if before is not None and (life is None or life.process != before.process):
             ended = "cannot be reached" if life is None else "was ended by the run"
             cause = await self._cause(name, before) or (ended if waits else None)
-            return None if cause is None else f"the process of {name} {cause}"
+            if cause is None:
+                return None
+            self.restarts[name] += 1
+            return f"the process of {name} {cause}"
         if life is None and is_new:
             return f"the process of {name} died as it started"
         return f"{name} is not set up" if waits and (life is None or not life.is_set_up) else None

@@ -12,7 +12,6 @@ from typing import Any
 from service.observe.not_learning import Diagnosis, in_words
 from service.observe.summary import duration, learning_summary, summary_lines
 from service.rollout.environment import MAIN
-from service.rollout.environments.env_metrics import EnvMetricMeans
 from service.run.records.writer import RunWriter
 from service.types import PolicyVersion
 
@@ -87,7 +86,6 @@ class Progress:
         self._seconds_before = 0.0
         """Seconds in which earlier processes ran this run, up to the step from which it continues."""
         self._synced: float | None = None
-        self._env_metrics = EnvMetricMeans()
         self._rewards: list[float] = []
         self._staleness: list[float] = []
         self._diagnosis = Diagnosis()
@@ -137,7 +135,6 @@ class Progress:
             "timing/since_start": self._seconds_before + now - self._created,
             **({} if self._synced is None else {"timing/sync_weights": self._synced}),
             **self._wait_fractions(generators),
-            **self._env_metrics.since(generators),
         }
         self._synced = None  # otherwise every step until the next update would count this one again
         wall = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -181,11 +178,21 @@ class Progress:
         return in_words(self._diagnosis.found())
 
     def end(
-        self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]], failing: str = ""
+        self,
+        state: str,
+        buffer: Mapping[str, Any],
+        generators: Sequence[Mapping[str, Any]],
+        more: Mapping[str, Any] = {},
     ) -> None:
-        """End the run: draw the learning curve, and write and print the summary. `failing` says what failed in the last
-        steps."""
+        """End the run: draw the learning curve, and write and print the summary. `more`: further entries of the
+        summary, which are left out if they are empty."""
         now, shares = time.monotonic(), self._times.shares()
+        more = {
+            "not_learning_mostly": self._diagnosis.worst(),
+            "not_learning": self.not_learning,
+            "scorers": buffer.get("scorers"),
+            **more,
+        }
         fractions = self._wait_fractions(generators)
         summary = {
             "state": state,
@@ -193,8 +200,7 @@ class Progress:
             "seconds": now - self._created,
             "rl_seconds": now - self._began,
             **learning_summary(self._rewards, self._staleness),
-            **({"not_learning": self.not_learning} if self.not_learning else {}),
-            **({"failing": failing} if failing else {}),
+            **{key: entry for key, entry in more.items() if entry},
             **({"bound_by": next(iter(shares)), "time": shares} if shares else {}),
             **{key.removeprefix("async/"): fraction for key, fraction in fractions.items()},
             **{key: buffer[key] for key in ("tokens", "length_distance", "token_length_distance", "lengths")},

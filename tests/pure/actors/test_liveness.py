@@ -150,6 +150,7 @@ async def test_a_death_for_which_nobody_waits_is_a_line_and_of_one_that_dies_for
     before = [*watch.said]
     await watch.actor.becomes(None, 5)
     assert watch.said == before, "the run itself has ended it"
+    assert watch.supervisor.restarts == {"buffer": 7}
 
 
 async def test_a_process_that_dies_before_it_has_answered_is_named() -> None:

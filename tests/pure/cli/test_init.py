@@ -15,7 +15,7 @@ from tests.pure.conftest import Refused
 from tests.waiting import ran
 
 ROOT = Path(__file__).parents[3]
-FILES = ["README.md", "config.yaml", "environment.py", "pytest.ini", "test_environment.py", "train.jsonl"]
+FILES = [".gitignore", "README.md", "config.yaml", "environment.py", "pytest.ini", "test_environment.py", "train.jsonl"]
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_new_task_is_written_and_what_comes_next_is_said(
     assert all(PLACEHOLDER not in path.read_text() for path in folder.iterdir())
     said, readme = capsys.readouterr().out, (folder / "README.md").read_text()
     assert "cd work/my-task" in said and "baton run --config config.yaml" in said
-    assert readme.startswith("# my-task\n") and [name for name in FILES[1:] if f"`{name}`" not in readme] == []
+    assert readme.startswith("# my-task\n") and [name for name in FILES[2:] if f"`{name}`" not in readme] == []
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(Path.cwd()))
     monkeypatch.delitem(sys.modules, "environment", raising=False)

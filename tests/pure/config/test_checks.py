@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from service.config import Config, check, check_paths, load, load_config
+from service.config.learn import AlgorithmConfig
 from service.errors import ConfigError, UserError
-from service.handoff.batches.estimators import ESTIMATORS, GROUP_ESTIMATORS
+from service.handoff.batches.estimators import ESTIMATORS, GROUP_ESTIMATORS, TURN_ESTIMATORS
 
 QUICKSTART = Path("configs/quickstart.yaml")
 AGENT = ["env.name=agent", "env.command=[codex]"]
@@ -192,3 +193,5 @@ def test_the_name_of_a_hub_without_its_prefix_is_answered_with_the_address(
 def test_the_estimators_that_may_stand_in_a_configuration_are_those_that_are_registered() -> None:
     own = {name for name, function in ESTIMATORS.items() if function.__module__ == "service.handoff.batches.estimators"}
     assert {*GROUP_ESTIMATORS} == own
+    told = AlgorithmConfig.model_fields["estimator"].description or ""
+    assert [name for name in own if name not in told] == [] and {*TURN_ESTIMATORS} <= own

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,12 @@ from service.handoff.batches.pack import Layout, in_bins, place
 from service.handoff.ledger.events import Ended, GroupState, GroupStats
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
+from service.handoff.steps.info import MAX_INFO_BYTES, MAX_INFO_NAMES, info_means, packed_info
+from service.handoff.steps.tables import ends_table
 from service.handoff.steps.values import OVER_LONG
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.handoff.worlds import complete_group, end, episode, shared, step
+from tests.step_keys import without_meaning
 
 SETTINGS = BatchSettings(ranks=2, token_budget=256, max_staleness=2)
 
@@ -45,6 +49,7 @@ def test_a_mini_batch_holds_every_trajectory_once_and_whole() -> None:
     assert len({len(rank) for rank in batch.ranks}) == 1
     loss = sum(int(m.loss_mask_N.sum()) for rank in batch.ranks for m in rank)
     assert loss == batch.loss_tokens_G.sum() == batch.metrics["tokens/loss"]
+    assert without_meaning(batch.metrics) == []
 
 
 def test_tokens_beyond_the_staleness_bound_carry_no_loss_and_are_counted() -> None:
@@ -63,6 +68,34 @@ def test_a_trajectory_without_steps_still_has_its_return() -> None:
     batch = form_mini_batch(1, [group_of(*ends)], VersionHistory(), SETTINGS)
     assert batch.rows_G.tolist() == [1, 0] and batch.return_G.tolist() == [1, 0]
     assert batch.advantage_G[0] == pytest.approx(-batch.advantage_G[1])
+
+
+def test_what_environments_say_is_averaged_over_the_trajectories_of_the_mini_batch() -> None:
+    said = [{"won": 1.0, "odd": math.nan}, {"won": 0.0, "tries": 3.0}, {}, {"won": 1 / 3}]
+    ends = [
+        end(TrajectoryId(0, sample), steps=0)._replace(info=packed_info("games:Wordle", info))
+        for sample, info in enumerate(said)
+    ]
+    ends += [
+        end(TrajectoryId(0, 4), steps=0)._replace(info=packed_info("sql", {"won": 7.0})),
+        end(TrajectoryId(0, 5), 0),
+    ]
+    metrics = form_mini_batch(1, [complete_group([], ends)], VersionHistory(), SETTINGS).metrics
+    assert {name: mean for name, mean in metrics.items() if name.startswith("environment/")} == {
+        "environment/games:Wordle/won": pytest.approx(1 / 3, abs=1e-6),
+        "environment/games:Wordle/tries": 0.75,
+        "environment/sql/won": 7.0,
+    }
+
+
+def test_an_info_has_bounded_bytes_and_numbers() -> None:
+    info = packed_info("e", {f"{number}": number / 3 for number in range(1000)})
+    assert len(info) <= MAX_INFO_BYTES and info.count(":") == MAX_INFO_NAMES + 1
+    assert 900 < len(packed_info("e", {"é" * number: 1.0 for number in range(99)}).encode()) <= MAX_INFO_BYTES
+    many = [
+        end(TrajectoryId(0, sample), 0)._replace(info=packed_info("e", {f"{sample}": 1.0})) for sample in range(100)
+    ]
+    assert len(info_means(ends_table(many))) == MAX_INFO_NAMES
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded", "shared_prefix"])

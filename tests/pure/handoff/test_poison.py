@@ -44,6 +44,10 @@ def with_steps(*steps: Step) -> StepGroup:
     return step_group(SENDER, steps, [])
 
 
+def with_info(info: str) -> StepGroup:
+    return step_group(SENDER, STEPS, [END._replace(info=info)])
+
+
 def test_the_good_message_may_enter() -> None:
     assert refusal(GOOD, LIMITS) is None
     assert isinstance(decode(encode(GOOD), LIMITS), StepGroup)
@@ -62,6 +66,10 @@ REFUSED: dict[str, tuple[Callable[[], StepGroup], RefusalReason]] = {
     "no uid": (lambda: with_steps(replace(STEPS[0], prompt_uid="")), R.IDENTITY),
     "endless uid": (lambda: with_steps(replace(STEPS[0], prompt_uid="u" * 5000)), R.TOO_LARGE),
     "endless note": (lambda: with_steps(replace(STEPS[0], note="n" * 2000)), R.TOO_LARGE),
+    "endless info": (lambda: with_info(f'{{"e": {{"{"n" * 3000}": 1}}}}'), R.TOO_LARGE),
+    "an info that is no JSON": (lambda: with_info('{"e": {"won": NaN}}'), R.MALFORMED),
+    "an info of no numbers": (lambda: with_info('{"e": {"won": [1]}}'), R.MALFORMED),
+    "info beyond the list": (lambda: changed("info_E", 0, 1), R.MALFORMED),
     "negative group_id": (lambda: changed("group_id_K", 0, -1), R.IDENTITY),
     "sample beyond the group": (lambda: changed("sample_K", 1, 8), R.IDENTITY),
     "attempt beyond the last": (lambda: changed("attempt_K", 1, 3), R.IDENTITY),

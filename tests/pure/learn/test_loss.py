@@ -199,6 +199,7 @@ def test_the_losses_that_may_stand_in_a_configuration_are_those_that_are_registe
     assert set(LOSSES) == {
         name for name, loss in _LOSSES.items() if loss.function.__module__ == "service.learn.losses.policy_losses"
     }
+    assert [name for name in LOSSES if name not in (AlgorithmConfig.model_fields["loss"].description or "")] == []
 
 
 @pytest.mark.parametrize(

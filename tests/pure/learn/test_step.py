@@ -19,6 +19,7 @@ from service.learn.model.optimizer import learning_rate
 from service.learn.supervised import SupervisedSteps
 from service.types import SupervisedRow
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
+from tests.step_keys import without_meaning
 
 
 def assert_same_weights(one: Learner, other: Learner) -> None:
@@ -145,6 +146,7 @@ def test_the_spread_of_ratios_is_told_by_staleness_too(model_folder: Path) -> No
     report = Learner(settings(), str(model_folder), CPU, 0, 1).step(mini_batch([[rows]], trajectories=6))
     mask, staleness = (np.concatenate([getattr(row, name) for row in rows]) for name in ("loss_mask", "staleness"))
     metrics, largest, square = report.metrics, [], 0.0
+    assert without_meaning(metrics) == []
     for name, at_least, below in (("0", 0, 1), ("1", 1, 2), ("2", 2, 3), ("3_4", 3, 5)):
         of = {key.rpartition("/")[2]: value for key, value in metrics.items() if f"by_staleness/{name}/" in key}
         assert of["tokens"] == np.count_nonzero(mask & (staleness >= at_least) & (staleness < below))

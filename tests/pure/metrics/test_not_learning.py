@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service.observe.not_learning import SYMPTOMS, WINDOW, Diagnosis
+from service.observe.not_learning import FLAT_STEPS, SYMPTOMS, WINDOW, Diagnosis, after_warm_start
 from service.observe.summary import summary_lines
 from service.run.folder import SUMMARY
 from service.run.records.progress import Progress
@@ -17,6 +17,7 @@ HEALTHY = {
     "async/staleness_mean": 1.0,
     "policy/policy_lr": 1e-6,
     "policy/by_staleness/0/kl": 1e-4,
+    "policy/by_staleness/1/kl": 1e-3,
     "reward/groups_all_one": 0.1,
     "policy/policy_entropy": 0.5,
     "generate/avg_response_length": 40.0,
@@ -33,6 +34,7 @@ CAUSES = {
     "learning-rate": {"policy/policy_lr": 1e-12},
     "engine-and-trainer": {"policy/by_staleness/0/kl": 0.05, "policy/policy_kl": 0.2},
     "always-solved": {"reward/groups_all_one": 1.0, "reward/groups_without_variance": 1.0, "policy/grad_norm": 0.0},
+    "too-fast": {"policy/by_staleness/1/kl": 1.4, "policy/policy_kl": 1.4, "policy/policy_entropy": 0.01},
     "entropy": {"policy/policy_entropy": 0.01},
     "too-short": {"generate/avg_response_length": 1.0},
     "shorter": {"generate/avg_response_length": 6.0},
@@ -56,7 +58,30 @@ def test_the_cause_is_named_first(name: str) -> None:
 
 
 def test_every_symptom_has_a_run_that_shows_it() -> None:
-    assert CAUSES.keys() == {symptom.name for symptom in SYMPTOMS}
+    assert [*CAUSES, "flat"] == [symptom.name for symptom in SYMPTOMS]
+
+
+@pytest.mark.parametrize(("gain", "flat"), [(0.0, True), (0.5, False)])
+def test_a_reward_without_gain_in_hundreds_of_steps_is_named(gain: float, flat: bool) -> None:
+    diagnosis = Diagnosis()
+    for step in range(FLAT_STEPS):
+        assert diagnosis.found() == {}
+        reward = 0.4 + 0.1 * (step % 2) + gain * step / FLAT_STEPS
+        diagnosis.stepped(HEALTHY | {"reward/avg_raw_reward": reward})
+    assert ("flat" in diagnosis.found()) is flat
+
+
+def test_the_cause_that_stood_longest_is_told_after_it_has_gone_also_by_a_resumed_run() -> None:
+    lines = [HEALTHY] * WINDOW + [HEALTHY | CAUSES["too-fast"]] * 9 + [HEALTHY | CAUSES["cut"]] * WINDOW
+    diagnosis = Diagnosis(lines)
+    assert next(iter(diagnosis.found())) == "cut"
+    assert diagnosis.worst().startswith("in 13 steps, from step 6 on, ") and "#too-fast" in diagnosis.worst()
+    assert Diagnosis([HEALTHY] * 99).worst() == ""
+
+
+def test_a_warm_start_that_solves_nothing_is_named() -> None:
+    assert "it solves nothing" in after_warm_start(HEALTHY | UNSOLVED)
+    assert after_warm_start(HEALTHY) == "after the warm start the reward is 0.4, and 0 in 30% of the groups"
 
 
 def test_the_run_says_it_once_and_in_its_summary(tmp_path: Path) -> None:

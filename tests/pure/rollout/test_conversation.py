@@ -76,7 +76,8 @@ async def test_a_finished_trajectory_has_the_sums_of_what_its_environment_return
     last = StepResult([], 1.0, True, {"searches": 2, "right": 1})
     seen: list[TrajectoryResult] = []
     steps, end = await play(chat, "look fox age", ScriptedEnvironment([first, last]), observe=seen.append)
-    assert seen == [TrajectoryResult(end, {"searches": 3, "right": 1}, "")]
+    assert end.info == '{"scripted":{"searches":3.0,"right":1.0}}'
+    assert seen == [TrajectoryResult(end, "")]
     tokens = np.concatenate([part for step in steps for part in (step.prompt_ids, step.response_ids)])
     assert chat.text(tokens) == "user what is the age of fox ? assistant look fox age user 17 assistant look fox age"
     assert [(step.reward, step.extends is None) for step in steps] == [(0.25, True), (1.0, False)]

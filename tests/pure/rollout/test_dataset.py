@@ -61,7 +61,7 @@ def test_the_columns_of_skyrl_and_of_verl_are_understood(
 
 def test_a_plain_text_is_one_message_of_the_user_in_files_as_other_systems_write_them(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "one\u2028two"}])
-    (task,) = load_tasks(tmp_path / "rows.jsonl")
+    (task,) = load_tasks(str(tmp_path / "rows.jsonl"))
     assert list(task.prompt) == [{"role": "user", "content": "one\u2028two"}]
     (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \r\n{"prompt": "b"}')
     assert [task.prompt[0]["content"] for task in load_tasks(tmp_path / "rows.jsonl")] == ["a", "b"]

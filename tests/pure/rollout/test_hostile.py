@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from service.handoff.steps.info import is_info
 from service.handoff.steps.values import StopReason
 from service.rollout.agent_loop import run_trajectory
 from service.rollout.chat.chat import Chat
@@ -139,8 +140,8 @@ async def test_hostile_values_and_exceptions_cost_their_own_trajectories_only(ch
             played = await run_trajectory(TrajectoryId(seed, 0), QUESTION, guard, engine, chat, allowed, 0, columns)
             reasons[StopReason(played.end.stop_reason)] += 1
             assert type(played.end.reward) is float
-            assert all(type(name) is str and type(value) is float for name, value in played.info.items())
-            json.dumps([dict(played.info), played.failure], ensure_ascii=False).encode()
+            assert is_info(played.end.info)
+            json.dumps([played.end.info, played.failure], ensure_ascii=False).encode()
             assert played.failure.isprintable()
     assert len(leaked) == 0
     wanted = {"environment_error", "environment_output", "environment_reward", "stop", "max_turns"}

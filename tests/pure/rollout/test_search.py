@@ -19,9 +19,12 @@ from baton.examples.adapters.own_thread import OwnThread
 from baton.examples.retrieval_client import RetrievalClient, RetrievalFailed
 from baton.examples.search_r1 import SearchR1
 from baton.examples.search_server import Corpus, application, main
+from service.config import load_config
+from service.config.rollout import COMPUTE_SCORE
 from service.errors import UserError
-from service.rollout.environment import Task
+from service.rollout.environment import StepResult, Task
 from service.rollout.environments.registry import make_environment
+from service.rollout.prompts.dataset import load_tasks
 from tests.pure.rollout.conftest import served
 
 TEXTS = ["marn lies on the olt", "the olt flows through sarn", "sarn is known for salt"]
@@ -200,3 +203,38 @@ def test_without_the_library_its_name_is_in_the_refusal(monkeypatch: pytest.Monk
         UserError, match=rf"{name}.*cannot be loaded" if "gym" in name else r"install baton-rl\[search\]"
     ):
         make_environment(name, {}) if "gym" in name else Corpus(data.CORPUS)
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """As a user of verl has it."""
+    right = solution_str == ground_truth
+    return {"score": right - 0.5, "acc": right, "level": extra_info["level"], "pred": solution_str, "of": data_source}
+
+
+async def compute_score_async(solution_str: str, **others: Any) -> float:
+    """The same, asynchronous, and with fewer names."""
+    assert others.keys() == {"data_source", "ground_truth", "extra_info"} and others["data_source"] == "my/sums"
+    return float(solution_str == others["ground_truth"])
+
+
+async def test_a_reward_function_of_verl_scores_verls_rows_by_one_setting(tmp_path: Path) -> None:
+    row = {
+        "data_source": "my/sums",
+        "prompt": [{"role": "user", "content": "7 + 7 ?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "14"},
+        "extra_info": {"level": 2},
+    }
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    (task,) = load_tasks(tmp_path / "train.jsonl")
+    found = []
+    for function in ("compute_score", "compute_score_async"):
+        config = load_config([Path("configs/quickstart.yaml")], [f"env.compute_score={__name__}:{function}"]).env
+        environment = make_environment(config.name, config.options)
+        assert await environment.reset(task, 0) == task.prompt
+        found.append(await environment.step("14"))
+        await environment.close()
+    assert found[0] == StepResult((), 0.5, True, {"score": 0.5, "acc": 1.0, "level": 2.0})
+    assert found[1] == StepResult((), 1.0, True, {"score": 1.0})
+    with pytest.raises(UserError, match=r"env\.compute_score.*did you mean"):
+        make_environment(COMPUTE_SCORE, {"function": f"{__name__}:compute_scor"})

@@ -93,11 +93,20 @@ def test_a_line_says_what_bound_the_step_and_how_long_the_run_still_takes(tmp_pa
     assert first["timing/wait_for_generation_buffer"] == 3.0
     assert second["timing/since_start"] - first["timing/since_start"] == 8.0
     assert datetime.fromisoformat(second["time"]).tzinfo is UTC
-    going.end("finished", BUFFER, [], "in the last 5 steps 12 failures")
+    judge = {"scored": 9, "refused": 3, "fallbacks": 0, "failures": {"raised": 6}, "last_failure": "raised: judge.py:7"}
+    told = {"failing": "in the last 5 steps 12 failures", "restarts": {"buffer": 2}, "binding": None}
+    going.end("finished", BUFFER | {"scorers": {"judge": judge}}, [], told)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert "failing: in the last 5 steps 12 failures" in summary_lines(summary)
     assert summary["bound_by"] == "generation" and summary["time"]["training"] == pytest.approx(8 / 72)
-    assert any(line.startswith("bound by generation: generation 89%, training 11%") for line in summary_lines(summary))
+    lines = summary_lines(summary)
+    assert any(line.startswith("bound by generation: generation 89%, training 11%") for line in lines)
+    assert (
+        "scorer judge: 6 failures, 3 groups refused and 0 without it of 9 scored; the last: raised: judge.py:7" in lines
+    )
+    assert "restarts: buffer 2" in lines
+    bound = {"part": "scorers", "sentence": "scorers 90%, trainer 10% of the last 2 min"}
+    assert f"bound by scorers: {bound['sentence']}" in summary_lines(summary | {"binding": bound})
 
 
 def test_the_seconds_since_the_start_go_on_where_a_run_does(tmp_path: Path, clock: TurnedClock) -> None:
@@ -129,14 +138,11 @@ def test_the_gain_has_an_interval_once_there_are_enough_steps_to_tell(steps: int
     assert "95% interval +0.4" in summary_lines({"state": "finished", "steps": steps, **found[0]})[1]
 
 
-def test_what_environments_say_and_the_seconds_of_an_update_are_in_the_line_of_one_step(
-    tmp_path: Path, clock: TurnedClock
-) -> None:
+def test_the_seconds_of_an_update_are_in_the_line_of_one_step(tmp_path: Path, clock: TurnedClock) -> None:
     config = load_config([Path("configs/quickstart.yaml")], [])
     run, metrics = RunWriter(tmp_path), Metrics("driver", "driver", AlertThresholds.of(config))
     going = begun(run, [])
     generator = {"name": "generator-0", "pid": 1, "wait_seconds": 0.0, "elapsed_seconds": 1.0}
-    generator["environments"] = {"lookup": {"trajectories": 4.0, "right": 3.0}}
     for number, seconds in enumerate((None, 0.5, None, None, 0.25), start=1):  # as with weights.sync_every=3
         clock.now += 1
         going.synced(seconds)
@@ -144,7 +150,6 @@ def test_what_environments_say_and_the_seconds_of_an_update_are_in_the_line_of_o
         step(going, number, [generator])
     run.close()
     lines = list(read_lines(tmp_path / "metrics.jsonl"))
-    assert lines[0]["environment/lookup/right"] == 0.75
     assert [line.get("timing/sync_weights") for line in lines] == [None, 0.5, None, None, 0.25]
     for line in lines:
         measure_step(metrics, line, 0.0)

@@ -57,14 +57,14 @@ class Fake:
         self.renewed += 1
 
 
-async def until_scored(world: World, workers: list[Fake]) -> None:
+async def until_scored(world: World, workers: list[Fake], first_pause: float = 0.001) -> None:
     """Ask until no group waits."""
 
     async def settled() -> None:
         world.journal.sync()
 
     scoring = world.buffer.scoring
-    asking = Asking(world.settings.scorers, scoring, {"judge": workers}, settled, first_pause=0.001)
+    asking = Asking(world.settings.scorers, scoring, {"judge": workers}, settled, first_pause)
     running = asyncio.ensure_future(asking.run())
     async with asyncio.timeout(30):
         while scoring.pending("judge") and not running.done():
@@ -125,10 +125,25 @@ def test_a_scorer_that_answers_the_second_time_is_used(tmp_path: Path) -> None:
     assert len(fake.asked) == 12 and world.batch().return_G.tolist() == [0.25, 0.75] * 2
 
 
+def test_a_group_that_pauses_before_its_next_attempt_keeps_no_worker(tmp_path: Path) -> None:
+    world = opened(tmp_path, {"judge": JUDGE | {"attempts": 2}})
+    played(world)
+    fake = Fake(lambda row, time: ScorerFailed(Failure.RAISED, "no") if row == 0 and time == 1 else GOOD)
+    asyncio.run(until_scored(world, [fake], first_pause=0.2))
+    assert fake.asked == [0, 1, 0] and world.buffer.status().groups["complete"] == 2
+
+
+def test_groups_refused_in_a_row_are_counted_until_the_next_good_answer(tmp_path: Path) -> None:
+    world, _ = judged(tmp_path, lambda row, time: b"" if row < 5 else GOOD, attempts=1)
+    assert world.buffer.scoring.in_a_row == {"judge": 0} and world.buffer.status().scorers["judge"].refused == 5
+    world, _ = judged(tmp_path / "all", lambda row, time: b"", attempts=1)
+    assert world.buffer.scoring.in_a_row == {"judge": 6}
+
+
 def test_no_more_groups_are_asked_about_at_once_than_there_are_workers(tmp_path: Path) -> None:
-    world, fake = judged(tmp_path, lambda row, time: b"" if row < 2 else GOOD, 20, fallback="environment_reward")
+    world, fake = judged(tmp_path, lambda row, time: b"", 20, fallback="environment_reward")
     assert fake.most_at_once == 2 and sorted(set(fake.asked)) == list(range(20))
-    assert world.buffer.status().scorers["judge"].fallbacks == 2
+    assert world.buffer.status().scorers["judge"].fallbacks == 20
     assert world.batch().return_G.tolist() == [1.0, 0.0] * 2, "without any answer the environment's rewards count"
 
 
