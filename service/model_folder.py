@@ -28,6 +28,9 @@ FAMILIES = (
 )  # fmt: skip
 """Model types that can be trained: they pass the comparisons of `tests/families`, and vLLM supports them."""
 
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "typical_p": 1.0}
+SAMPLING |= dict.fromkeys(("presence_penalty", "frequency_penalty", "no_repeat_ngram_size"), 0)
+"""Values of a generation_config.json about sampling, each with the value that changes nothing."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys under which a config.json may have the number of experts per layer; the key depends on the family."""
 
@@ -245,6 +248,17 @@ def declared_ends(folder: Path) -> list[int]:
         return []
     ends = _json(file).get("eos_token_id")
     return [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
+
+
+def values_left_aside(folder: Path, generator: object) -> str | None:
+    """A note that names the sampling values of the folder's generation_config.json which differ from the settings of
+    generator; None if there are none."""
+    if not (file := folder / "generation_config.json").is_file():
+        return None
+    used = {name: getattr(generator, name, neutral) for name, neutral in SAMPLING.items()}
+    found = {name: value for name, value in _json(file).items() if value not in (None, used.get(name, value))}
+    listed = ", ".join(f"{name}={value}" for name, value in sorted(found.items()))
+    return f"model.path: {file.name} is left aside, the settings of generator count: {listed}" if found else None
 
 
 def highest_id(tokenizer: Tokenizer | PreTrainedTokenizerBase) -> int:

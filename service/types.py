@@ -47,7 +47,7 @@ Experts = Int16s | Uint8s
 Ids = Int32s | Uint16s
 """Arrays of token ids: uint16 if all ids of the vocabulary fit, else int32."""
 MAX_SUPPORT = 512
-"""Maximum number of tokens in a support."""
+"""Maximum size of a support: the tokens among which the sampler drew a token."""
 
 
 class PolicyVersion(NamedTuple):

@@ -7,7 +7,7 @@ from pathlib import Path
 from service.config import Config
 from service.config.checks import check_bytes
 from service.learn.model.router_replay import routing_of_model
-from service.model_folder import head_rows
+from service.model_folder import head_rows, values_left_aside
 from service.plan.kv_cache import check_engine
 from service.plan.memory import FitSettings, refuse_too_large
 from service.rollout.chat.chat import load_chat
@@ -40,6 +40,8 @@ def prepare(config: Config, folder: Path) -> Prepared:
     long = too_long(config.generator, tasks, tasks_file, chat) if config.agents is None else []
     for note in (*long, *chat.notes(config.agents is not None or any(task.tools for task in tasks))):
         say(f"NOTE {note}")
+    if (aside := values_left_aside(model_folder, config.generator)) is not None:
+        say(f"NOTE {aside}")
     check_tokenizers(config.scorers, model_folder)
     routing = routing_of_model(hf_config, config.generator.record_experts)
     check_bytes(config, routing.token_bytes)

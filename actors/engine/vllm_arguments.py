@@ -17,6 +17,7 @@ from service.errors import UserError
 from service.learn.model.hf_config import read_config
 from service.model_folder import EXPERTS, model_config, text_part, weight_files
 from service.plan.kv_cache import BLOCK_TOKENS, request_bytes
+from service.types import MAX_SUPPORT
 
 OWNER_PID = "BATON_OWNER_PID"
 """Environment variable with the id of the process whose death ends the engine's child processes."""
@@ -39,6 +40,9 @@ these tokens for prompts."""
 
 CPU_KV_CACHE_BYTES = 4 << 30
 """Maximum bytes of a CPU engine's KV cache, if the configuration names no size."""
+
+TIES = 8
+"""Log-probabilities that are asked for beyond the tokens of a support: equal ones pass `top_k` together."""
 
 ENGINE_BYTES = 1 << 30
 """Approximate bytes of a CPU engine's process, without weights and KV cache."""
@@ -117,6 +121,7 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
         "enforce_eager": generator.enforce_eager,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_SUPPORT + 1 + TIES,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": "actors.engine.worker_extension.WorkerExtension",

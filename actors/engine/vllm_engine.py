@@ -29,7 +29,7 @@ from pydantic_core import ErrorDetails
 
 from actors.engine.engine_load import EngineLoad, EngineTimes
 from actors.engine.expected_warnings import ANSWERS, ENDED, drop
-from actors.engine.vllm_arguments import OWNER_PID, EngineSettings, can_overflow, engine_arguments, on_gpu
+from actors.engine.vllm_arguments import OWNER_PID, TIES, EngineSettings, can_overflow, engine_arguments, on_gpu
 from actors.engine.vllm_arguments import engine_env as engine_env
 from actors.heap import freeze_heap
 from actors.weights.part import Source
@@ -38,9 +38,10 @@ from actors.weights.pulled import WeightFile
 from service.config import Config, LoraConfig
 from service.environment_variables import SAFE_PATH
 from service.errors import RunFailed, Starved, UserError
+from service.model_folder import head_rows
 from service.observe.metrics import Metrics
 from service.rollout.engine import Generation, Sampling
-from service.types import NO_VERSION, Int32s, Int64s, PolicyVersion
+from service.types import MAX_SUPPORT, NO_VERSION, Float32s, Ids, Int32s, Int64s, PolicyVersion, Uint16s
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -83,6 +84,7 @@ class VllmEngine:
         """The number of elements that an update must have."""
         self._salt: str | None = None
         """vLLM's cache salt of new requests; None: they may share any cached prefix."""
+        self._vocab_size = 0
         self._expert_type = np.dtype(np.int16)
         """The dtype in which routed experts are recorded."""
         self._adapter: LoRARequest | None = None
@@ -109,6 +111,7 @@ class VllmEngine:
     async def _start(self, version: PolicyVersion) -> None:
         os.environ[OWNER_PID] = str(os.getpid())
         self._size = PolicySize.of_folder(self._model_folder, self._config.model.lora)
+        self._vocab_size = head_rows(self._model_folder)
         settings = EngineSettings.of(self._config)
         arguments = engine_arguments(settings, self._model_folder)
         with_load = can_overflow(settings, self._model_folder)
@@ -150,10 +153,11 @@ class VllmEngine:
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt_ids.tolist()}
         if self._salt is not None:
             prompt["cache_salt"] = self._salt
+        parameters = _sampling_params(sampling, self._vocab_size)
         with self.times.request() as seconds_of:
             try:
                 llm = self._running()
-                outputs = llm.generate(prompt, _sampling_params(sampling), request_id, lora_request=self._adapter)
+                outputs = llm.generate(prompt, parameters, request_id, lora_request=self._adapter)
                 output = [output async for output in outputs][-1]
             except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
                 raise self._death() or error from error.__cause__
@@ -161,13 +165,23 @@ class VllmEngine:
         completion = output.outputs[0]
         token_ids, experts = np.asarray(completion.token_ids, np.int32), completion.routed_experts
         self.cached_tokens += output.num_cached_tokens or 0
+        asked = parameters.logprobs or 0
+        # the token itself, then the most probable ones
+        logprobs = np.asarray(() if completion.logprobs is None else completion.logprobs.logprobs, np.float32)
+        logprobs = logprobs.reshape(-1, 1 + asked)
+        support: tuple[Uint16s | None, Ids | None] = None, None
+        if asked and completion.logprobs is not None:
+            ids = np.asarray(completion.logprobs.token_ids, np.int32).reshape(logprobs.shape)
+            support = supports(ids, logprobs, self._vocab_size)
         return Generation(
             token_ids=token_ids,
-            logprobs=np.asarray(() if completion.logprobs is None else completion.logprobs.logprobs, np.float32),
+            logprobs=logprobs[:, 0],
             versions=_versions(completion.weight_versions, len(token_ids)),
             stop_reason=completion.finish_reason,
             sampled_end=completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str),
             routed_experts=None if experts is None else np.asarray(experts).astype(self._expert_type),
+            support_size=support[0],
+            support=support[1],
             seconds=seconds,
         )
 
@@ -349,18 +363,40 @@ async def _start_adapter(llm: AsyncLLM, lora: LoraConfig, size: PolicySize) -> L
 
 
 @lru_cache(maxsize=1024)
-def _sampling_params(sampling: Sampling) -> SamplingParams:
+def _sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     fields = asdict(sampling) | {"stop": list(sampling.stop), "stop_token_ids": list(sampling.stop_token_ids)}
+    asked = 0
+    if sampling.temperature and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
+        # one more than a support may have shows that it has more
+        fields["top_k"] = min(sampling.top_k or MAX_SUPPORT + 1, MAX_SUPPORT + 1)
+        asked = min(fields["top_k"] + TIES, vocab_size)
     return SamplingParams(
         **fields,
-        logprobs=0,
+        logprobs=asked,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # all requests with the same sampling share this object, and none changes it
     )
+
+
+def supports(ids_TX: Int32s, logprobs_TX: Float32s, vocab_size: int) -> tuple[Uint16s, Ids]:
+    """Return [T] the size of each token's support and [U] its other tokens, as in a `Step`, from the drawn token and
+    the most probable tokens, in columns [X]: a token that the sampler left out has log-probability minus infinity.
+
+    A size is too large for a step if tokens of the support may be missing here.
+    """
+    possible_TX = logprobs_TX > -np.inf
+    others_TX = possible_TX & (ids_TX != ids_TX[:, :1])
+    others_TX[:, 0] = False
+    ids_TX = np.sort(np.where(others_TX, ids_TX, np.int32(vocab_size)), axis=1)
+    size_T = 1 + others_TX.sum(1)
+    if ids_TX.shape[1] <= vocab_size:
+        size_T[possible_TX[:, 1:].all(1)] = MAX_SUPPORT + 1
+    others_U = ids_TX[ids_TX < vocab_size]
+    return size_T.astype(np.uint16), others_U.astype(np.uint16) if vocab_size <= 1 << 16 else others_U
 
 
 def _versions(spans: list[Any] | None, length: int) -> Int64s:

@@ -434,6 +434,8 @@ class Session:
             stop_reason=generation.stop_reason,
             extends=extends,
             routed_experts=experts_of(generation.routed_experts, n_total, n_carried),
+            support_size=response.support_size,
+            support=response.support,
             note=call.note,
         )
 

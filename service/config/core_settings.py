@@ -117,6 +117,7 @@ def worst_bytes(config: Config, expert_bytes: int = 0) -> WorstBytes:
         max_session_tokens=0 if agents is None else agents.max_tokens,
         max_session_calls=0 if agents is None else agents.max_calls,
         expert_bytes=expert_bytes,
+        max_support=config.generator.max_support,
         has_teacher=config.algorithm.teacher is not None,
         n_scorers=len(config.scorers),
     )

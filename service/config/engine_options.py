@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 REFUSED = {
-    "it changes the sampling distribution in a way that the trainer cannot recompute, so every importance ratio would "
-    "be wrong; leave it out": "top_[pk] min_p (repetition|presence|frequency)_penalty",
+    "it changes the sampling distribution, which the trainer recomputes: top_p, top_k and min_p are settings of "
+    "generator, and penalties would make every importance ratio wrong; leave it out": "top_[pk] min_p "
+    "(repetition|presence|frequency)_penalty",
     "a token must come from the policy's own distribution, with the settings of generator": "speculative_config "
     "(per_request_)?spec_.* logits_processors watermark_config (override_)?generation_config enable_trace_replay "
     "return_sampling_mask diffusion_config logprobs_mode hf_overrides",
@@ -31,7 +32,8 @@ REFUSED = {
     "prefill_context_parallel_size _api_process_.* .*fault_tolerance.* ray_.*",
     "the model and its tokenizer are those of model.path, which runs no code of its own": "tokenizer.* hf_.* revision "
     "skip_tokenizer_init trust_remote_code code_revision model_weights config_format load_format download_dir",
-    "Baton reads the load of the engine and the routed experts": "enable_return_routed_experts disable_log_stats",
+    "Baton reads the load of the engine, the routed experts and the supports": "enable_return_routed_experts "
+    "disable_log_stats max_logprobs",
 }
 """Why engine arguments are refused: patterns of their names, by reason."""
 

@@ -25,6 +25,7 @@ from service.config.section import (
     UserPath,
 )
 from service.handoff.steps.values import MAX_REWARD
+from service.types import MAX_SUPPORT
 
 COLDEST, HOTTEST = 0.01, 100.0
 """Lowest and highest temperature in training. vLLM raises a lower temperature to COLDEST, and the trainer could then
@@ -254,6 +255,13 @@ class GeneratorConfig(Section):
     """Tokens of a turn's response; one is reserved for an end token that may be appended."""
     temperature: Annotated[float, Field(ge=COLDEST, lt=HOTTEST)] = 1.0
     """Sampling temperature in training."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample only among the most probable tokens that together have this probability; the trainer does the same."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample only among this many most probable tokens; 0: all. At most 512 tokens may be left of `top_p` and `min_p`;
+    with `top_k`, the engine looks at fewer tokens, and the buffer needs less room."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample only among tokens that are at least this fraction as probable as the most probable one."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Stop strings. After one, an end token is appended, which carries no loss."""
     conversation: Literal["append", "rerender", "inline"] = "append"
@@ -283,6 +291,12 @@ class GeneratorConfig(Section):
     """Seconds in which an engine must generate one turn."""
     silent_deadline: Seconds = 60.0
     """Seconds without an answer after which a generator is restarted."""
+
+    @property
+    def max_support(self) -> int:
+        """Maximum number of tokens among which the sampler draws; 0: it leaves out none."""
+        truncates = self.top_p < 1 or self.top_k or self.min_p
+        return min(self.top_k or MAX_SUPPORT, MAX_SUPPORT) if truncates else 0
 
     @property
     def engine_gpus(self) -> int:

@@ -238,6 +238,8 @@ class Episode:
             stop_reason=generation.stop_reason,
             extends=history.extends,
             routed_experts=experts_of(generation.routed_experts, n_total, n_carried),
+            support_size=response.support_size,
+            support=response.support,
         )
         self._sink.append(step)
         history.extends = Extension(index, n_total, digest(history.token_ids))

@@ -13,7 +13,7 @@ from service.config.rollout import EnvConfig, GeneratorConfig, RoleConfig
 from service.handoff.steps.values import StopReason
 from service.handoff.validate import LOGPROB_TOLERANCE
 from service.rollout.environment import MAIN
-from service.types import Experts, Float32s, Int32s, Int64s
+from service.types import MAX_SUPPORT, Experts, Float32s, Ids, Int32s, Int64s, Uint16s
 
 Mode = Literal["append", "rerender", "inline"]
 """How the prompt of the next turn is built (`service.rollout.chat.conversation`)."""
@@ -28,6 +28,9 @@ class Sampling:
 
     max_tokens: int
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a turn and are part of the response."""
@@ -105,6 +108,10 @@ class Generation:
     routed_experts: Experts | None = None
     """[at most P + T, layers, topk] expert ids of each token, from the first prompt token on; None if the engine
     records none."""
+    support_size: Uint16s | None = None
+    """[T] the number of tokens among which the sampler drew each token; None: among all."""
+    support: Ids | None = None
+    """[U] these tokens without the drawn one, in ascending order, token after token."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds that the turn spent in the engine: in its `queue`, in `prefill`, and in the `pause` for new weights.
     Parts that the engine does not report are missing."""
@@ -137,6 +144,8 @@ def validate_generation(answer: Generation, prompt_length: int, max_tokens: int,
     experts = answer.routed_experts
     if experts is not None and (experts.ndim != 3 or len(experts) > prompt_length + n_tokens or 0 in experts.shape[1:]):
         return f"{_shape(experts)} routed experts for {prompt_length} + {n_tokens} tokens"
+    if answer.support_size is not None and (largest := int(answer.support_size.max(initial=0))) > MAX_SUPPORT:
+        return f"a token that was drawn from {largest} tokens or more: set generator.top_k, to at most {MAX_SUPPORT}"
     if not n_tokens:
         ended = answer.sampled_end or answer.stop_reason == StopReason.LENGTH
         return f"no token, but the end {answer.stop_reason!r}" if ended else None

@@ -171,6 +171,28 @@ def engine(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: py
     ray.kill(engine)
 
 
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"top_p": 0.8, "top_k": 9}])
+def test_log_probabilities_of_a_sampler_that_truncates_are_those_over_its_supports(
+    engine: Any, setting: dict[str, Any]
+) -> None:
+    ray.get(update(engine, 0, weights_of(dense(0))))
+    sampling = Sampling(max_tokens=40, temperature=0.7, **setting)
+    generations = ray.get([engine.generate.remote(prompt(seed), sampling, "r") for seed in range(4)])
+    for seed, generation in enumerate(generations):
+        assert generation.support_size.max() <= setting.get("top_k", 79)
+        assert validate_generation(generation, len(prompt(seed)), sampling.max_tokens, VOCABULARY) is None
+        token_ids = torch.from_numpy(np.concatenate((prompt(seed), generation.token_ids)).astype(np.int64))
+        with torch.no_grad():
+            logits = dense(0)(token_ids[None]).logits[0, len(prompt(seed)) - 1 : -1] / sampling.temperature
+        drawn = token_ids[len(prompt(seed)) :, None]
+        left_out = torch.ones_like(logits, dtype=torch.bool).scatter(1, drawn, False)
+        row = np.repeat(np.arange(len(logits)), np.maximum(generation.support_size, 1) - 1)
+        left_out[row, generation.support.astype(np.int64)] = False
+        expected = logits.masked_fill(left_out, -torch.inf).log_softmax(-1).gather(1, drawn)[:, 0].numpy()
+        assert np.abs(expected - generation.logprobs).max() < ATOL
+        assert difference(dense(0), prompt(seed), generation, sampling.temperature) > 0.01
+
+
 def test_at_temperature_zero_the_likeliest_tokens_come_back_also_after_the_longest_prompt(engine: Any) -> None:
     longest = np.resize(prompt(0), CONFIG.generator.max_input_length)
     sampling = Sampling(max_tokens=CONFIG.generator.max_generate_length - 1, temperature=0.0)

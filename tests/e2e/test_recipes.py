@@ -23,6 +23,7 @@ GREEDY = ["data.eval_temperature=0", "data.eval_make_rows=64", "trainer.lr=0.003
 ADAPTER = [*GREEDY, "model.lora.rank=4", "trainer.lr=0.05"]
 WIDE = "generator.tensor_parallel_size=2"
 SPARSE = ["weights.sync_every=2"]
+TRUNCATED = ["generator.top_p=0.9", "generator.top_k=20", "generator.min_p=0.05"]
 SHARED_ROWS = ["trainer.sequence_parallel=2"]
 
 
@@ -34,7 +35,7 @@ SHARED_ROWS = ["trainer.sequence_parallel=2"]
         ("search_r1_tiny", [], "<information> 1 :"),
         ("search_r1_tiny", SHARED_ROWS, "<information> 1 :"),
         ("text_to_sql_tiny", SPARSE, "<observation>"),
-        ("solver_verifier_tiny", [], None),
+        ("solver_verifier_tiny", TRUNCATED, None),
         ("compaction_tiny", [], None),
     ],
 )

@@ -27,7 +27,7 @@ from service.handoff.steps.values import StopReason
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.engine import Generation, Mode
 from service.rollout.environment import Message
-from service.types import NO_VERSION, Bools, Float32s, Int32s, Int64s
+from service.types import NO_VERSION, Bools, Float32s, Ids, Int32s, Int64s, Uint16s
 
 
 class Response(NamedTuple):
@@ -38,18 +38,23 @@ class Response(NamedTuple):
     loss_mask: Bools
     """True for sampled tokens."""
     versions: Int64s
+    support_size: Uint16s | None = None
+    support: Ids | None = None
 
 
 def as_sampled(generation: Generation) -> Response:
     """The response with exactly the tokens that the policy sampled."""
     mask = np.ones(len(generation.token_ids), np.bool_)
-    return Response(generation.token_ids, generation.logprobs, mask, generation.versions)
+    support = generation.support_size, generation.support
+    return Response(generation.token_ids, generation.logprobs, mask, generation.versions, *support)
 
 
 def without_loss(response: Response) -> Response:
     """A copy of the response in which no token carries loss, for a turn that the policy did not sample."""
     none = np.full_like(response.versions, NO_VERSION)
-    return response._replace(loss_mask=np.zeros_like(response.loss_mask), versions=none)
+    return response._replace(
+        loss_mask=np.zeros_like(response.loss_mask), versions=none, support_size=None, support=None
+    )
 
 
 def with_end(generation: Generation, chat: Chat, last: bool = False) -> Response:
@@ -63,6 +68,8 @@ def with_end(generation: Generation, chat: Chat, last: bool = False) -> Response
         np.append(response.logprobs, np.float32(0.0)),
         np.append(response.loss_mask, False),
         np.append(response.versions, np.int64(NO_VERSION)),
+        None if response.support_size is None else np.append(response.support_size, np.uint16(0)),
+        response.support,
     )
 
 

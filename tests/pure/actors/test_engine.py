@@ -22,7 +22,7 @@ from safetensors.torch import save
 
 import actors.engine.vllm_arguments
 import actors.engine.vllm_engine
-from actors.engine.vllm_engine import WARM_UP, VllmEngine
+from actors.engine.vllm_engine import WARM_UP, VllmEngine, supports
 from actors.weights.memory import WeightMemory
 from actors.weights.part import Source
 from actors.weights.policy_tensors import ADAPTER_ID, PolicySize, adapter_shapes, encode_announcement
@@ -30,7 +30,7 @@ from actors.weights.pulled import file_of
 from service.config import Config, LoraConfig, WeightsConfig
 from service.errors import RunFailed, UserError, WeightsGone
 from service.rollout.engine import Generation, Sampling, validate_generation
-from service.types import NO_VERSION, PolicyVersion
+from service.types import MAX_SUPPORT, NO_VERSION, PolicyVersion
 from tests.pure.actors.fakes import at, image_of, until
 
 WEIGHTS = {"w": torch.arange(6.0).view(2, 3)}
@@ -393,6 +393,16 @@ async def test_an_error_of_vllm_is_itself_unless_the_core_died_of_it(engine: Vll
     with pytest.raises(RunFailed, match="the engine core died"):
         await engine.generate(PROMPT, Sampling(4), "r")
     assert engine.running == 0
+
+
+def test_the_support_of_a_token_is_what_the_engine_could_have_drawn() -> None:
+    out = -np.inf
+    ids = np.array([[5, 7, 5, 2], [3, 3, 9, 8], [1, 4, 6, 0]], np.int32)  # the drawn token, then the likeliest
+    logprobs = np.array([[-1, -0.5, -1, out], [0, 0, out, out], [-9, -1, -2, -3]], np.float32)
+    sizes, others = supports(ids, logprobs, 1000)
+    assert (sizes.tolist(), others[:1].tolist(), others.dtype) == ([2, 1, MAX_SUPPORT + 1], [7], np.uint16)
+    sizes, others = supports(ids[2:], np.where(ids[2:] == 6, out, logprobs[2:]), 1 << 17)
+    assert (sizes.tolist(), others.tolist(), others.dtype) == ([3], [0, 4], np.int32)
 
 
 MIXTURE = {

@@ -90,7 +90,7 @@ def test_an_empty_mapping_replaces_what_a_lower_layer_set(tmp_path: Path) -> Non
         ("trainer:\n  mini_batch: 3\n", 2, "trainer.mini_batch", "mean trainer.mini_batch_size?"),
         ("trainr:\n  lr: 3\n", 1, "trainr", "mean trainer?"),
         ("data:\n  eval: x.jsonl\n", 2, "data.eval", "write {NAME: VALUE}"),
-        ("generator:\n  top_p: 0.9\n", 2, "generator.top_p", "changes the sampling distribution"),
+        ("generator:\n  presence_penalty: 0.9\n", 2, "generator.presence_penalty", "changes the sampling distribution"),
         ("generator: {}\nxyzzy: 3\n", 2, "xyzzy", "valid here: run, model"),
         ("buffer:\n  order: strickt\n", 2, "buffer.order", "mean strict?"),
         ("run:\n  seed: 1\n  max_steps: many\n", 3, "run.max_steps", "must be"),

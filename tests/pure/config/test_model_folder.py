@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from service.config import check_paths, load_config
+from service.config import GeneratorConfig, check_paths, load_config
 from service.errors import UserError
+from service.model_folder import values_left_aside
 from tests.pure.rollout.conftest import leave_ids_out
 
 QUICKSTART = "configs/quickstart.yaml"
@@ -22,6 +23,22 @@ def test_a_whole_model_passes_also_in_parts(model: Path) -> None:
     check(model)
     split(model)
     check(model)
+
+
+def test_the_values_of_a_generation_config_that_the_run_leaves_aside_are_named(tmp_path: Path) -> None:
+    assert values_left_aside(tmp_path, GeneratorConfig()) is None
+    file = {
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "top_k": 20,
+        "repetition_penalty": 1.05,
+        "eos_token_id": 3,
+        "min_p": None,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    said = values_left_aside(tmp_path, GeneratorConfig(top_k=20))
+    assert said is not None and said.endswith("repetition_penalty=1.05, top_p=0.95")
+    assert values_left_aside(tmp_path, GeneratorConfig(temperature=0.6)).count("temperature=1.0") == 1  # type: ignore[union-attr]
 
 
 def split(model: Path, **weight_map: str) -> None:

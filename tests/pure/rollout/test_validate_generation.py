@@ -51,6 +51,7 @@ WRONG: dict[str, Generation] = {
     "ended for the reason None": replace(THREE, stop_reason=None),  # type: ignore[arg-type]
     "200 x 2 x 1 routed": three(routed_experts=np.zeros((PROMPT_TOKENS, 2, 1))),
     "5 x 2 routed experts": three(routed_experts=np.zeros((5, 2))),
+    "drawn from 513 tokens or more: set generator.top_k": three(support_size=[1, 513, 2]),
     "5 x 0 x 2 routed experts": three(routed_experts=np.zeros((5, 0, 2))),
 }
 
