@@ -257,7 +257,7 @@ class GeneratorConfig(Section):
     """Sampling temperature in training."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample only among the most probable tokens that together have this probability; the trainer does the same."""
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: NotNegative = 0
     """Sample only among this many most probable tokens; 0: all. At most 512 tokens may be left of `top_p` and `min_p`;
     with `top_k`, the engine looks at fewer tokens, and the buffer needs less room."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
