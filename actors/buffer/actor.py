@@ -33,7 +33,7 @@ from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.scoring import Scoring
 from service.handoff.steps.values import Routing
 from service.handoff.steps.wire import encode_mini_batch
-from service.handoff.verbs import Assignment, Claim, ClaimAnswer, Receipt, Wait
+from service.handoff.verbs import Claim, ClaimAnswer, Receipt, Wait
 from service.rollout.prompts.dataset import load_tasks, rows_digest
 from service.run.preparing.teachers import teachers_of
 from service.run.records.trajectories import LostTrajectories, RecordSettings, trajectory_records
@@ -163,19 +163,16 @@ class BufferActor(Supervised):
         """Start a new incarnation of a generator or of the trainer; returns the incarnation's number.
 
         Calls of the previous incarnation are refused from now on. `step`: the step from which a trainer continues;
-        None: the newest one. `resumes`: whether the generator continues the unfinished trajectories of its previous
-        incarnation.
+        None: the newest one. `resumes`: whether other generators continue the trajectories that this one leaves
+        unfinished.
         """
         incarnation = self._buffer.join(role, name, step, resumes)
         await self._settled()
         return incarnation
 
-    async def unfinished(self, generator: str, incarnation: int) -> tuple[Assignment, ...]:
-        """Return the unfinished trajectories that a generator's new incarnation continues; all their steps are on
-        disk."""
-        found = self._buffer.unfinished(generator, incarnation)
-        await self._settled()
-        return found
+    async def continues(self, of: TrajectoryId) -> bool:
+        """Return whether an attempt of a trajectory is unfinished, and not replaced by a newer one."""
+        return self._buffer.ledger.continues(of)
 
     async def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId]) -> None:
         """Extend the deadlines of a generator's trajectories that are still in progress, although no new step has
@@ -183,7 +180,7 @@ class BufferActor(Supervised):
         self._buffer.renew(generator, incarnation, trajectories)
 
     async def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
-        """Record that a generator has ended: its unfinished trajectories start again as new attempts.
+        """Record that a generator has ended: others continue its unfinished trajectories, or start them again.
 
         `incarnation`: the incarnation that ended; None: the current one.
         """

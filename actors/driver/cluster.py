@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.buffer.actor import BufferActor
+from actors.calls import call, started
 from actors.cuda import refuse_unusable_cuda
 from actors.deaths import WATCHING
 from actors.driver.node_check import RunFiles, check_nodes
@@ -33,6 +34,7 @@ from actors.driver.placement import (
 )
 from actors.engine.vllm_arguments import engine_env
 from actors.generator.actor import Generator
+from actors.generator.gateway import GATEWAY, GatewayActor, GatewayAddress
 from actors.generator.scaling import Placed
 from actors.observe.metrics_hub import MetricsHub
 from actors.scorers.actor import all_up, place_scorers
@@ -64,11 +66,14 @@ class Cluster:
     scorers: Mapping[str, Any] = field(default_factory=dict)
     starting: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     """Waits until further actors are ready, each with the actors' name in messages."""
+    gateway: Any = None
+    """The address of all agents; None in a run without agents."""
 
     @property
     def named(self) -> dict[str, Any]:
         """Return all actors except the generators, by name."""
-        return {HUB: self.hub, BUFFER: self.buffer, **self.scorers, **self.trainer.named}
+        gateway = {GATEWAY: self.gateway} if self.gateway is not None else {}
+        return {HUB: self.hub, BUFFER: self.buffer, **gateway, **self.scorers, **self.trainer.named}
 
 
 def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunSecret | None = None) -> Cluster:
@@ -102,13 +107,22 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunS
         .remote(config_json, prepared.vocab_size, str(prepared.tasks_file), str(journal), HUB, prepared.routing, asking)
     )
 
+    gateway, front = None, None
+    if config.endpoint is not None and secret is not None:
+        front, port = GatewayAddress.choose(config.endpoint)
+        options = {"name": GATEWAY, "num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
+        own = config.endpoint.model_dump_json()
+        gateway = ray.remote(GatewayActor).options(**options).remote(own, secret, port, BUFFER)
+        starting["the agents' address"] = partial(started, partial(call, gateway.start, who="the gateway"))
+        say(f"agents call the policy at {front.url}")
+
     def generator(number: int, of: PlacementGroup, bundle: int, max_restarts: int) -> Any:
         name, paths = f"generator-{number}", (str(prepared.model_folder), str(prepared.tasks_file))
         options = engine_options(config, gpus, of, bundle)
         actor = ray.remote(concurrency_groups={WATCHING: 1})(Generator).options(
             name=name, max_restarts=max_restarts, **options
         )
-        return actor.remote(name, config_json, *paths, BUFFER, HUB, secret, number, str(prepared.base))
+        return actor.remote(name, config_json, *paths, BUFFER, HUB, secret, number, str(prepared.base), front)
 
     async def place(number: int) -> Placed:
         own = [engine_bundle(config, gpus)]
@@ -126,7 +140,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunS
     engines = range(config.generator.min_engines)
     generators = tuple(generator(n, room, engine_index(config, n), max_restarts=-1) for n in engines)
     trainer = place_trainer(config, gpus, room, HUB)
-    return Cluster(hub, buffer, generators, trainer, place, scorers, starting)
+    return Cluster(hub, buffer, generators, trainer, place, scorers, starting, gateway)
 
 
 def _refuse_unfit_nodes(config: Config, has_gpu: bool) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_engine import VllmEngine
 from actors.generator.activity import Activity
 from actors.generator.claimer import Claimer
+from actors.generator.gateway import GatewayAddress
 from actors.generator.group_limit import GroupLimit
 from actors.generator.outbox import Outbox, Unreachable
 from actors.observe.actor_logs import keep_log
@@ -83,10 +84,11 @@ class Generator(ImageHolder, Supervised):
         secret: RunSecret | None = None,
         number: int = 0,
         base: str | None = None,
+        gateway: GatewayAddress | None = None,
     ) -> None:
         """Store the settings. `secret`: the run's secret, for the keys of agents; `number`: the index of this generator
         in the run, from 0; `base`: the folder of the engine's weights, which exists when the engine starts (None:
-        `model_folder`)."""
+        `model_folder`); `gateway`: the address of all agents of the run."""
         super().__init__()
         keep_log(name)
         self._name = name
@@ -95,17 +97,18 @@ class Generator(ImageHolder, Supervised):
         self._buffer = resolve_actor(buffer)
         self._tasks = load_tasks(Path(tasks_file))
         self._engine = VllmEngine(self._config, Path(base or model_folder))
-        self._player = RunPlayer(self._config, Path(model_folder), self._engine, secret, number)
+        self._gateway = gateway
+        front = gateway.front() if gateway is not None else None
+        self._player = RunPlayer(self._config, Path(model_folder), self._engine, secret, number, front)
         self._limit = GroupLimit.of(self._config)
         self._groups = 0
         """Number of open groups."""
         self._playing: dict[TrajectoryId, asyncio.Task[None]] = {}
-        self._unfinished: list[Assignment] = []
-        """Assignments of an earlier process, until `run` continues them."""
         self._room = asyncio.Event()
         self._joined: Membership | None = None
         self._watch: LoopWatch | None = None
         self._main: asyncio.Task[None] | None = None
+        self._announcing: asyncio.Task[None] | None = None
         self._stopping = False
         self._counts: Counter[str] = Counter()
         """Number of the trajectories with each stop reason."""
@@ -123,9 +126,11 @@ class Generator(ImageHolder, Supervised):
             raise self._failed(Starved(f"{self._name}: {error}")) from error
         self._player.load()
         self._joined = await self._join()
-        self._unfinished = await self._taken_over(self._joined)
         self._reporter.start()
         self._watch = LoopWatch()
+        if self._gateway is not None and (agents := self._player.agents) is not None:
+            await agents.listen()
+            self._announcing = asyncio.ensure_future(self._gateway.announce(self._name, agents.address))
         return str(ray.get_runtime_context().get_node_id())
 
     @property
@@ -145,23 +150,6 @@ class Generator(ImageHolder, Supervised):
             Claimer(self._name, incarnation, claim, lambda: self._engine.serving, deadline),
             Outbox(self._name, incarnation, submit, deadline, self._cancel, self._unmeasured.append),
         )
-
-    async def _taken_over(self, joined: Membership) -> list[Assignment]:
-        """Return the assignments of an earlier process of this generator that are continued here; the other
-        trajectories of that process restart."""
-        left: list[Assignment] = []
-        claimer, outbox = joined
-        for assignment in await self._ask(self._buffer.unfinished, self._name, claimer.incarnation):
-            task, taken = task_of(self._tasks, *assignment[1:3]), list[tuple[int, int, bytes]]()
-            for of, sent in assignment.trajectories():
-                steps = accepted_group(sent).steps if sent else steps_table(())
-                if self._player.restore(of, task, steps, outbox):
-                    taken.append((of.sample, of.attempt, sent))
-                else:
-                    outbox.end(TrajectoryEnd(of, task.uid, len(steps), StopReason.ABORT, 0.0))
-            if taken:
-                left.append(Assignment(*assignment[:3], *zip(*taken, strict=True)))
-        return left
 
     async def run(self) -> None:
         """Claim groups, play them and submit their steps, until the buffer is drained or `stop` is called.
@@ -184,17 +172,16 @@ class Generator(ImageHolder, Supervised):
     async def _claim_and_play(self, claimer: Claimer, outbox: Outbox) -> None:
         self._activity.begin()
         async with asyncio.TaskGroup() as helpers:
-            background = [helpers.create_task(outbox.run()), helpers.create_task(self._watch_engine())]
+            background = [helpers.create_task(self._vital(each)) for each in (outbox.run, self._watch_engine)]
             if self._player.agents is not None:
                 background.append(helpers.create_task(self._renew(claimer.incarnation, self._player.agents)))
             async with asyncio.TaskGroup() as groups:
-                for unfinished in self._unfinished:
-                    self._begin(groups, outbox, unfinished)
                 while True:
-                    while self._is_full and not (claimer.leaves or claimer.arrived):
+                    # Sessions of agents that move need no room: most of the time they wait for their agents.
+                    while self._is_full and not (self._player.resumes or claimer.leaves or claimer.arrived):
                         self._room.clear()
                         await self._room.wait()
-                    if (assignment := await claimer.next(self._limit.room(self._groups))) is None:
+                    if (assignment := await claimer.next(self._room_for_groups)) is None:
                         break
                     reason = claimer.waited_for
                     if (idle_seconds := self._activity.busy(reason)) is not None:
@@ -212,6 +199,23 @@ class Generator(ImageHolder, Supervised):
     def _is_full(self) -> bool:
         return self._groups >= self._limit.groups
 
+    def _room_for_groups(self) -> int:
+        return 0 if self._is_full else self._limit.room(self._groups)
+
+    def _has_room(self) -> None:
+        self._room.set()
+        if self._joined is not None:
+            self._joined.claimer.has_room()
+
+    async def _vital(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do work whose failure ends this process. Then the agents' connections end without an answer, so that calls
+        in progress go on in another generator."""
+        try:
+            await work()
+        except Exception:
+            self._player.abandon()
+            raise
+
     async def _renew(self, incarnation: int, agents: AgentPlayer) -> None:
         """Tell the buffer which sessions are open, because a session may wait longer for its agent than the buffer
         waits for a step."""
@@ -223,19 +227,30 @@ class Generator(ImageHolder, Supervised):
     async def _play_group(self, outbox: Outbox, assignment: Assignment, task: Task) -> None:
         try:
             async with asyncio.TaskGroup() as samples:
-                for trajectory, _ in assignment.trajectories():
+                for trajectory, sent in assignment.trajectories():
                     for older in range(trajectory.attempt):
                         self._cancel(trajectory._replace(attempt=older))
-                    playing = samples.create_task(self._play(outbox, trajectory, task))
+                    if trajectory.sample in assignment.moved and not self._restored(outbox, trajectory, task, sent):
+                        continue
+                    playing = samples.create_task(self._vital(partial(self._play, outbox, trajectory, task)))
                     self._playing[trajectory] = playing
                     # A callback, because a task that is cancelled before it starts runs no line of `_play`.
                     playing.add_done_callback(partial(self._playing.pop, trajectory))
             outbox.group_complete(last=self._groups == 1)
         finally:
             self._groups -= 1
-            self._room.set()
+            self._has_room()
             if self._groups == 0:
                 self._activity.idle()
+
+    def _restored(self, outbox: Outbox, trajectory: TrajectoryId, task: Task, sent: bytes) -> bool:
+        """Open a session again that another generator began; False if that is impossible, so that it starts again."""
+        steps = accepted_group(sent).steps if sent else steps_table(())
+        if is_restored := self._player.restore(trajectory, task, steps, outbox):
+            self._counts["moved"] += 1
+        else:
+            outbox.end(TrajectoryEnd(trajectory, task.uid, len(steps), StopReason.ABORT, 0.0))
+        return is_restored
 
     async def _play(self, outbox: Outbox, trajectory: TrajectoryId, task: Task) -> None:
         end = await self._player.play(trajectory, task, outbox)
@@ -308,7 +323,7 @@ class Generator(ImageHolder, Supervised):
     async def share(self, groups: int) -> None:
         """Set this generator's share of the groups that all generators play at once."""
         self._limit.share(groups)
-        self._room.set()
+        self._has_room()
 
     async def leave(self, grace: float) -> None:
         """Claim no more groups, and continue the open groups for `grace` seconds. Then hand over the trajectories that
@@ -320,6 +335,7 @@ class Generator(ImageHolder, Supervised):
         self._room.set()
         if self._playing:
             await asyncio.wait(self._playing.values(), timeout=grace)
+        self._player.abandon()
         for trajectory in list(self._playing):
             self._cancel(trajectory)
         await outbox.flush()
@@ -331,6 +347,8 @@ class Generator(ImageHolder, Supervised):
         if self._main is not None:
             self._main.cancel()
             await asyncio.wait([self._main])
+        if self._announcing is not None:
+            self._announcing.cancel()
         self._reporter.stop()
         await self._player.close()
         await asyncio.to_thread(self._engine.stop)
@@ -349,7 +367,7 @@ class Generator(ImageHolder, Supervised):
             await asyncio.sleep(CHECK_SECONDS)
             await self._engine.check(self._config.generator.request_deadline)
             if (load := self._engine.load) is not None and self._limit.observe(load, self._groups) > self._groups:
-                self._room.set()
+                self._has_room()
 
     async def _ask(self, method: Any, *arguments: Any) -> Any:
         try:

@@ -44,6 +44,8 @@ class Claimer:
         self.arrived: list[Assignment] = []
         """Assignments that are not played yet, including assignments from polls that were abandoned."""
         self._look = asyncio.Event()
+        self._was_full = False
+        """Whether the newest claim was one of a full generator."""
         self.leaves = False
         """Whether no more groups are claimed."""
         self.waiting: Wait | None = None
@@ -61,10 +63,16 @@ class Claimer:
         self.leaves = True
         self._look.set()
 
-    async def next(self, room: int = 1) -> Assignment | None:
+    def has_room(self) -> None:
+        """Claim again at once, if the generator was full when it claimed."""
+        if self._was_full:
+            self._look.set()
+
+    async def next(self, room: Callable[[], int] = lambda: 1) -> Assignment | None:
         """Return the next group; None if the buffer is drained, or this generator leaves.
 
-        `room`: the maximum number of groups in a claim, which is sent only if no group of an earlier claim is left.
+        `room`: returns the maximum number of groups in a claim, which is sent only if no group of an earlier claim is
+        left; 0: only trajectories that another generator began are claimed.
 
         Raises:
             RunFailed: another incarnation took this generator's place.
@@ -73,7 +81,7 @@ class Claimer:
         # The first claim returns at once with the reason for waiting; the following ones are long polls.
         seconds = 0.0
         while not (self.arrived or self.leaves):
-            answer = await self._answered(seconds, room)
+            answer = await self._answered(seconds, room())
             if isinstance(answer, Refusal):
                 raise RunFailed(f"the buffer refuses work to {self.generator}: {answer}")
             if isinstance(answer, list):
@@ -101,9 +109,10 @@ class Claimer:
 
     async def _poll(self, seconds: float, room: int) -> ClaimAnswer | None:
         self._look.clear()
-        claim = Claim(self.generator, self.incarnation, self.serving(), self._request_id + 1)
-        self._request_id += room
-        poll = asyncio.ensure_future(self.claim(claim, seconds, room))
+        self._was_full = not room
+        claim = Claim(self.generator, self.incarnation, self.serving(), self._request_id + 1, only_moved=not room)
+        self._request_id += (most := max(room, 1))
+        poll = asyncio.ensure_future(self.claim(claim, seconds, most))
         look = asyncio.ensure_future(self._look.wait())
         try:
             await asyncio.wait([poll, look], return_when=asyncio.FIRST_COMPLETED)

@@ -9,11 +9,12 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from ipaddress import ip_address
 from socket import gaierror
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from service.agents.call_roles import roles_of
@@ -39,6 +40,15 @@ from service.types import EvaluationId, Int32s, Steps, TrajectoryEnd, Trajectory
 log = logging.getLogger(__name__)
 
 
+class Front(NamedTuple):
+    """The gateway that passes the requests of agents on to a generator."""
+
+    url: str
+    """Empty: agents call the generator itself, because they do not reach the gateway."""
+    own_host: str
+    """The address at which the generator listens for the gateway."""
+
+
 class Agents:
     """The sessions of one engine, and their endpoint, which starts to listen with the first trajectory."""
 
@@ -51,11 +61,12 @@ class Agents:
         secret: RunSecret | None = None,
         number: int = 0,
         make_parser: Callable[[], ReplyParser] = JsonCalls,
+        front: Front | None = None,
     ) -> None:
         """`secret`: the run's secret; None: keys are valid only in this process. `number`: the generator's number, from
-        0. `make_parser`: see `load`."""
+        0. `make_parser`: see `load`. `front`: the run's gateway; None: agents call this process."""
         self._config = config
-        self._number = number
+        self._front = front
         self._secret = secret or new_secret()
         self._make_parser = make_parser
         self._chat = chat
@@ -76,7 +87,7 @@ class Agents:
         """Number of conversations of each trajectory that ended since the last measurement."""
         self._starting = asyncio.Lock()
         self.address = ""
-        """The address that clients call; empty before `listen`."""
+        """The address of this process's endpoint; empty before `listen`."""
         self.trained = config.train
         """The roles that are trained; tokens of calls in other roles carry no loss."""
 
@@ -84,12 +95,18 @@ class Agents:
         """Make the parser of the responses."""
         self.parser = self._make_parser()
 
+    def abandon(self) -> None:
+        """Answer no request any more: another generator continues the open sessions."""
+        self.endpoint.is_abandoned = True
+        for session in self.sessions.open():
+            session.moves = True
+
     def open_trajectories(self) -> list[TrajectoryId]:
         """The trajectories whose sessions are open."""
         return [session.trajectory for session in self.sessions.open()]
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
-        """Open a session again that an earlier process served, from its `steps`; `play` then continues the session.
+        """Open a session again that another process served, from its `steps`; `play` then continues the session.
 
         Returns false if a step is missing or is not a call of this session, so that the trajectory cannot be continued.
         """
@@ -114,7 +131,8 @@ class Agents:
         await self.listen()
         restored = self._restored.pop(str(trajectory), None)
         session = restored or self.session(trajectory, task, sink)
-        session.base_url = f"{self.address}/s/{session.name}/v1"
+        url = self._front.url if self._front is not None else ""
+        session.base_url = f"{url or self.address}/s/{session.name}/v1"
         try:
             run = guard.play(session, task, seed, resumes=restored is not None)
             return await self._played(session, task, guard, run, sink)
@@ -178,6 +196,7 @@ class Agents:
             metrics.observe("baton_agent_roots_per_trajectory", roots)
         self._roots.clear()
         metrics.set_all("baton_agent_sessions", "state", self.sessions.by_state())
+        metrics.set_all("baton_agent_oldest_session_seconds", "state", self.sessions.oldest())
 
     async def close(self) -> None:
         """Close the endpoint."""
@@ -192,15 +211,11 @@ class Agents:
         async with self._starting:
             if self.address:
                 return
-            host, port = self._config.host, self._config.port and self._config.port + self._number
-            try:
-                self.address = await self.endpoint.start(host, port)
-            except (OSError, UnicodeError, OverflowError) as error:  # host too long, or port out of range
-                setting = "agents.host" if isinstance(error, gaierror | UnicodeError) else "agents.port"
-                raise UserError(f"{setting}: the endpoint cannot listen on {host}, port {port}: {error}") from error
-            log.info("agents call the policy at %s", self.address)
-            if not ip_address(urlsplit(self.address).hostname or "").is_loopback:
-                log.warning("agents.host: %s is no loopback: keys and texts cross the network unencrypted", host)
+            own = (self._config.host, self._config.port) if self._front is None else (self._front.own_host, 0)
+            with named_errors(self._config):
+                self.address = await self.endpoint.start(*own)
+            log.info("the policy is served at %s", self.address)
+            warn_if_open(self.address)
 
     def session(self, trajectory: TrajectoryId, task: Task, sink: StepSink) -> Session:
         """Open the session of a trajectory, whose steps go to `sink`."""
@@ -220,6 +235,28 @@ class Agents:
         session = Session(trajectory, task.uid, tree, limits, max_tokens, sample, sink, name, key)
         self.sessions.add(session)
         return session
+
+
+@contextmanager
+def named_errors(config: AgentsConfig) -> Iterator[None]:
+    """Raises a `UserError` with the setting to change if the address cannot be listened on."""
+    try:
+        yield
+    except (OSError, UnicodeError, OverflowError) as error:  # host too long, or port out of range
+        setting = "agents.host" if isinstance(error, gaierror | UnicodeError) else "agents.port"
+        where = f"{config.host}, port {config.port}"
+        raise UserError(f"{setting}: the endpoint cannot listen on {where}: {error}") from error
+
+
+def is_loopback(url: str) -> bool:
+    """Whether only processes of this machine reach the host of a URL, which is an address."""
+    return ip_address(urlsplit(url).hostname or "").is_loopback
+
+
+def warn_if_open(url: str) -> None:
+    """Log that an address can be reached over the network."""
+    if not is_loopback(url):
+        log.warning("agents.host: %s is no loopback: keys and texts cross the network unencrypted", url)
 
 
 async def _outcome(session: Session, playing: asyncio.Task[None]) -> Outcome:

@@ -40,6 +40,9 @@ DIALECTS: Mapping[str, Dialect] = {
     "/inference/v1/generate": GENERATE,
 }
 """The dialect of each path at which clients call the policy."""
+COUNT_TOKENS = "/v1/messages/count_tokens"
+NAMED = "/s/{session}"
+"""Optional prefix of a path, which names the session."""
 IGNORED_HEADER = "X-Baton-Ignored"
 """Header of an answer; its value names the fields of the request that had no effect."""
 SAMPLE_HEADER = "X-Baton-Sample"
@@ -157,3 +160,10 @@ async def _stream(request: web.Request, asked: CallRequest) -> web.StreamRespons
 
 def _headers(asked: CallRequest) -> dict[str, str]:
     return {IGNORED_HEADER: ", ".join(asked.ignored)} if asked.ignored else {}
+
+
+def dialect_of(path: str) -> Dialect:
+    """The dialect in which a request for this path gets an error."""
+    if path.startswith("/s/"):
+        path = path[path.find("/", len("/s/")) :]
+    return MESSAGES if path == COUNT_TOKENS else DIALECTS.get(path, CHAT)

@@ -11,23 +11,18 @@ import asyncio
 import json
 import logging
 import re
-import socket
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import xxhash
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from aiohttp.web_protocol import RequestHandler
 
 from service.agents.dialects.body import parse_body
-from service.agents.dialects.chat import CHAT
-from service.agents.dialects.dialect import MODEL, Dialect, Refused, openai_error
-from service.agents.dialects.messages import MESSAGES, read_to_count
-from service.agents.policy_calls import DIALECTS, PolicyCalls
+from service.agents.dialects.dialect import MODEL, Refused, openai_error
+from service.agents.dialects.messages import read_to_count
+from service.agents.listening import Listener
+from service.agents.policy_calls import COUNT_TOKENS, NAMED, PolicyCalls, dialect_of
 from service.agents.requests import NO_ROOM, STREAM, Requests, key_of
 from service.agents.session import Outcome, Session
 from service.agents.sessions import Sessions
@@ -37,19 +32,6 @@ from service.rollout.plain_values import NotAllowed
 
 log = logging.getLogger(__name__)
 
-COUNT_TOKENS = "/v1/messages/count_tokens"
-NAMED = "/s/{session}"
-"""Optional prefix of a path, which names the session."""
-FIRST_SECONDS = 30.0
-"""Seconds in which a new connection must send its first request."""
-IDLE_SECONDS = 30.0
-"""Seconds without a request after which a connection is closed."""
-LINGER_SECONDS = 2.0
-"""Seconds in which the rest of a refused body is read, so that its client sees the refusal."""
-UNREAD_SECONDS = 60.0
-"""Seconds after which a connection is closed if its client reads nothing of the answer that is being sent."""
-MAX_CONNECTIONS = 4096
-"""Maximum number of open connections; for a further one the oldest of the session with the most is closed."""
 CLOSING = frozenset({401, 409})
 """HTTP statuses for requests without the key of an open session; their connection is closed."""
 
@@ -66,17 +48,12 @@ class Endpoint:
         self.calls = PolicyCalls(self.requests, named_roles, structured)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "baton"}
         self._model = {**model, "max_model_len": max_model_len}
-        self._silent: dict[Any, asyncio.TimerHandle] = {}
-        """Connections that have sent no request yet, each with the timer that closes it."""
-        self._keys: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        """The key of each connection's newest request."""
-        self._runner: web.AppRunner | None = None
-        self._listening: asyncio.Server | None = None
+        self._listener = Listener()
+        self.is_abandoned = False
+        """Whether every connection is closed without an answer, because other generators continue the sessions."""
 
     async def start(self, host: str, port: int) -> str:
         """Listen, and return the address that clients call, such as `http://127.0.0.1:41234`."""
-        silent = logging.getLogger(f"{__name__}.http")  # aiohttp's log may quote requests, and therefore keys
-        silent.setLevel(logging.CRITICAL + 1)
         app = web.Application(middlewares=[self._answered])
         for prefix in ("", NAMED):
             self.calls.add_routes(app.router, prefix)
@@ -87,48 +64,17 @@ class Endpoint:
         app.router.add_get(path := "/rl/sessions/{session}", self._show)
         app.router.add_post(f"{path}/reward", self._reward)
         app.router.add_post(f"{path}/finish", self._finish)
-        seconds: dict[str, Any] = {"keepalive_timeout": IDLE_SECONDS, "lingering_time": LINGER_SECONDS}
-        runner = self._runner = web.AppRunner(app, access_log=None, logger=silent, shutdown_timeout=1.0, **seconds)
-        await runner.setup()
-        loop, server = asyncio.get_running_loop(), runner.server
-        if server is None:
-            raise RuntimeError("aiohttp made no server")
-        self._listening = await loop.create_server(partial(self._accept, server, loop), host, port)
-        for listening in self._listening.sockets:  # each connection inherits it
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_SECONDS * 1000))
-        bound = self._listening.sockets[0].getsockname()
-        shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
-        return f"http://{shown}:{bound[1]}"
+        return await self._listener.start(app, host, port)
 
     async def stop(self) -> None:
         """Close the connections; waiting requests are abandoned."""
-        if self._listening is not None:
-            self._listening.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    def _accept(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:
-        """Accept a connection; one that stays silent is closed, or it would hold a file descriptor for ever."""
-        connection = server()
-        if len(server.connections) >= MAX_CONNECTIONS:
-            keys = [self._keys.get(each.transport, "") for each in server.connections]
-            self._cut(server.connections[keys.index(Counter(keys).most_common(1)[0][0])])
-        self._silent[connection] = loop.call_later(FIRST_SECONDS, self._cut, connection)
-        return connection
-
-    def _cut(self, connection: RequestHandler) -> None:
-        self._silent.pop(connection, None)
-        if connection.transport is not None:
-            connection.transport.abort()
+        await self._listener.stop()
 
     @web.middleware
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The handler's answer; an error has the form of the path's dialect."""
-        if (timer := self._silent.pop(request.protocol, None)) is not None:
-            timer.cancel()
-        if request.transport is not None:
-            self._keys[request.transport] = key_of(request)
-        dialect = _dialect(request)
+        self._listener.heard(request)
+        dialect = dialect_of(request.path)
         try:
             response = await handler(request)
         except web.HTTPException as unknown:  # no such path: no key was read
@@ -137,15 +83,17 @@ class Endpoint:
             response.force_close()
         except Refused as refused:
             response = await self.requests.refuse(request, dialect, refused)
-        except ConnectionError:  # the client has left
+        except ConnectionError:  # the client has left, or is to go to another generator
             self.requests.undelivered += 1
-            response = request.get(STREAM) or web.Response()
+            response = _cut(request)
         except NotAllowed as wrong:  # in the body with which an agent ends its session
             field = re.split(r"\W", wrong.detail, maxsplit=1)[0]
             response = await self.requests.refuse(request, dialect, Refused(400, field, wrong.detail))
         except Exception:  # a bug, or the engine died: the client gets an error in its dialect
             log.exception("a request of dialect %s failed", dialect.name)
             response = await self.requests.refuse(request, dialect, Refused(500, None, "the endpoint failed"))
+        if self.is_abandoned:
+            response = _cut(request)
         if response.status in CLOSING:
             response.force_close()
         return response
@@ -217,10 +165,11 @@ class Endpoint:
         return web.json_response({})
 
 
-def _dialect(request: web.Request) -> Dialect:
-    resource = request.match_info.route.resource
-    path = "" if resource is None else resource.canonical.removeprefix(NAMED)
-    return MESSAGES if path == COUNT_TOKENS else DIALECTS.get(path, CHAT)
+def _cut(request: web.Request) -> web.StreamResponse:
+    """Close the connection of a request."""
+    if request.transport is not None:
+        request.transport.abort()
+    return request.get(STREAM) or web.Response()
 
 
 def _outcome(body: Mapping[str, Any]) -> Outcome:

@@ -113,8 +113,12 @@ class Session:
         self.tree = tree
         self.base_url = ""
         """The address that clients call."""
-        self.heard = asyncio.get_running_loop().time()
+        self.began = asyncio.get_running_loop().time()
+        """Time at which this process opened the session, on the event loop's clock in seconds."""
+        self.heard = self.began
         """Time of the last request of the agent, on the event loop's clock in seconds."""
+        self.moves = False
+        """Whether another generator continues the session, so that the agent must not end its work."""
         self.transcript = ""
         """The output of the agent's run, as the program that ran the agent reported it."""
         self.recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -223,6 +227,11 @@ class Session:
         return Refused(400, "messages", reason, TOO_LONG)
 
     @property
+    def age(self) -> float:
+        """Seconds for which the session has been open in this process."""
+        return asyncio.get_running_loop().time() - self.began
+
+    @property
     def silence(self) -> float:
         """Seconds since the agent's last request; 0 while a call is being sampled."""
         return 0.0 if self._flying else asyncio.get_running_loop().time() - self.heard
@@ -329,7 +338,10 @@ class Session:
         return "\n".join(f"refused {times} times: {said}" for said, times in self.refusals.most_common(SHOWN_REFUSALS))
 
     def check_open(self) -> None:
-        """Raises `Refused` if the session has ended."""
+        """Raises `Refused` if the session has ended, `ConnectionResetError` if another generator may continue it."""
+        died = self.state == "closed" and not self.ended.cancelled() and self.ended.exception()
+        if self.moves or (died and not isinstance(died, TrajectoryFailed)):
+            raise ConnectionResetError("the session moves")
         if self.state != "open":
             raise Refused(409, None, f"the session is {self.state}")
 

@@ -74,6 +74,13 @@ class Sessions:
         open_ones = Counter[str](session.waits_for for session in self.open())
         return {"calling": 0, "idle": 0, **open_ones, **self.counts}
 
+    def oldest(self) -> dict[str, float]:
+        """Seconds for which the oldest open session has been open, by what it waits for as in `by_state`."""
+        ages = {"calling": 0.0, "idle": 0.0}
+        for session in self.open():
+            ages[session.waits_for] = max(ages[session.waits_for], session.age)
+        return ages
+
     def add(self, session: Session) -> None:
         """Add a session, so that clients can reach it; an ended session of the same name is forgotten."""
         self._forget(session.name)
@@ -81,13 +88,15 @@ class Sessions:
         self._names[_digest(session.key)] = session.name
 
     def remove(self, session: Session) -> None:
-        """Close a session, if it is open, and remove it with its tokens. What is kept is that it ended and, if the
-        buffer has recorded that, the digest of the body with which a client finished it."""
+        """Close a session, if it is open, and remove it with its tokens. Unless another generator continues it, what is
+        kept is that it ended and, if the buffer has recorded that, the digest of the body with which a client finished
+        it."""
         session.close()
         self.counts[session.state] += 1
         del self._open[session.name]
         is_recorded = not session.recorded.cancel() and session.recorded.result()
-        self.finished(session, self.finished_with(session.key) if is_recorded else "")
+        if is_recorded or not session.moves:
+            self.finished(session, self.finished_with(session.key) if is_recorded else "")
 
     def open(self) -> list[Session]:
         """All sessions that have not ended."""
@@ -149,9 +158,16 @@ class Sessions:
 
 
 def session_key(secret: RunSecret, name: str) -> str:
-    """The key of the session with this name: an HMAC of the name under the run's secret."""
-    made = hmac.digest(secret.value, name.encode(), "sha256")[:KEY_BYTES]
-    return urlsafe_b64encode(made).rstrip(b"=").decode()
+    """The key of the session with this name: the name, and its HMAC under the run's secret."""
+    made = hmac.digest(secret.value, name.encode(errors="surrogatepass"), "sha256")[:KEY_BYTES]
+    return f"{name}.{urlsafe_b64encode(made).rstrip(b'=').decode()}"
+
+
+def name_of(secret: RunSecret, key: str) -> str:
+    """The name of the session with this key; empty if it is no key of this run."""
+    name = key.rpartition(".")[0]
+    sent, made = (each.encode(errors="surrogatepass") for each in (key, session_key(secret, name)))
+    return name if hmac.compare_digest(sent, made) else ""
 
 
 def _digest(key: str) -> str:

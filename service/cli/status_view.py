@@ -61,7 +61,9 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
     tokens, idle = _number(buffer.get("tokens_per_second")), _percent(step.get("async/generator_wait_fraction"))
     yield "generators", f"{up}{of_all} up, {tokens} tokens/s, idle {idle}"
     if sessions := status.get("agents", {}).get("sessions"):
-        yield "agents", f"sessions: {_counts(sessions) or 'none'}"
+        ages = {state: age for state, age in status["agents"].get("oldest_seconds", {}).items() if age}
+        oldest = ", ".join(f"{duration(age)} ({state})" for state, age in ages.items())
+        yield "agents", f"sessions: {_counts(sessions) or 'none'}" + (f"; the oldest: {oldest}" if oldest else "")
     if by_state := _counts(buffer.get("groups", {})):
         yield "groups", by_state
     if tokens := fates_in_words(status["tokens"]):

@@ -24,7 +24,6 @@ from service.user_code import is_module_and_name, malformed_name
 LOSSES = (
     "ppo_clip", "dual_clip", "cispo", "gspo", "rollout_is", "importance_sampling", "cross_entropy"
 )  # fmt: skip
-LAST_PORT = 65535
 
 
 def check(config: Config, source: ConfigSource | None = None, unused: tuple[str, ...] = ()) -> None:
@@ -143,10 +142,7 @@ def _roles(config: Config) -> Iterator[str]:
 
 def _command(config: Config) -> Iterator[str]:
     """The refused settings of a command that is run as an agent."""
-    env, endpoint, engines = config.env, config.endpoint, config.generator.max_engines
-    port = endpoint.port if endpoint is not None else 0
-    if port and port + engines - 1 > LAST_PORT:
-        yield f"agents.port: {port} leaves no ports for the {engines} generators, each of which has one; lower it"
+    env, endpoint = config.env, config.endpoint
     if env.name == AGENT and not env.command:
         yield f"env.command: is empty, so env.name={AGENT} has nothing to run; give a program and its arguments"
     if env.name != AGENT and env.command:

@@ -189,13 +189,13 @@ FailureName = Annotated[str, BeforeValidator(str), Field(pattern=FAILURE, max_le
 
 
 class AgentsConfig(Section):
-    """The endpoint in each generator at which agents of any kind call the policy; each session is a trajectory."""
+    """The address at which agents of any kind call the policy; each session is a trajectory."""
 
     host: Annotated[str, Field(min_length=1, max_length=253, pattern=HOST)] = "127.0.0.1"
-    """Address of the endpoint. If it is not loopback, keys and texts cross the network unencrypted."""
+    """The driver's machine listens here for all agents. If it is not loopback, keys and texts cross the network
+    unencrypted."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the first generator's endpoint; each further generator has the next one. 0: any free port, which changes
-    after a restart."""
+    """Port of the address. 0: any free port, another one in each part of a resumed run."""
     deadline: Seconds = 3600.0
     """Seconds in which an agent must finish its session."""
     max_calls: Annotated[int, Field(gt=0, le=4096)] = 64

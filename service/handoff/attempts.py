@@ -46,6 +46,16 @@ class Attempts:
         else:
             self._record.add(events.Restarted(group_id, samples, reason))
 
+    def leave(self, generator: str) -> None:
+        """Let other generators continue what a generator that has left did not finish, or start it again."""
+        ledger = self._record.ledger
+        moves = ledger.state.generators[generator].resumes and ledger.state.draining is None
+        for group_id, samples in ledger.played_by(generator).items():
+            if moves:
+                self._record.add(events.Moved(group_id, tuple(samples)))
+            else:
+                self.restart(group_id, tuple(samples), "generator_left")
+
     def lose(self, group_id: int, sample: int, reason: str) -> None:
         """Restart a failed trajectory; if it has no attempt left, or the run is ending, the group continues without it,
         or ends if fewer than two others remain."""

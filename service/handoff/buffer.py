@@ -211,8 +211,8 @@ class Buffer:
         """Admit a new incarnation of a generator or of the trainer, and return its number; calls of older ones are
         refused from now on.
 
-        With `resumes` a generator keeps its work, which `unfinished` returns. A trainer continues from `step` (by
-        default the newest): groups that were trained later are leased again.
+        With `resumes`, what a generator leaves unfinished is continued by the next one, after its steps. A trainer
+        continues from `step` (by default the newest): groups that were trained later are leased again.
         """
         state = self.ledger.state
         if role == "trainer":
@@ -231,17 +231,11 @@ class Buffer:
             incarnation = state.trainer_incarnation + 1
         else:
             known = state.generators.get(name)
-            if known is not None and not resumes:
+            if known is not None:
                 self.leave(name, known.incarnation, "rejoined")
             incarnation = 1 if known is None else known.incarnation + 1
         self._record.add(events.Joined(role, name, incarnation, state.step if step is None else step, resumes))
         return incarnation
-
-    def unfinished(self, generator: str, incarnation: int) -> tuple[Assignment, ...]:
-        """The unfinished trajectories of a generator, so that its new incarnation continues them."""
-        if self._fenced(generator, incarnation) is not None:
-            return ()
-        return tuple(self._claims.unfinished(generator))
 
     def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId]) -> None:
         """Restart the `buffer.step_deadline` of trajectories that continue without a new step; not journalled."""
@@ -250,14 +244,13 @@ class Buffer:
                 self.ledger.renew((of.group_id, of.sample), self._clock.monotonic())
 
     def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
-        """Remove a generator; its unfinished trajectories start again as new attempts."""
+        """Remove a generator; other generators continue its unfinished trajectories, or start them again."""
         member = self.ledger.state.generators.get(generator)
         if member is None or incarnation not in (None, member.incarnation) or not member.alive:
             return
         self._record.add(events.Left(generator, member.incarnation, reason))
         self._waits.end(f"generator {generator}")
-        for group_id, samples in self.ledger.played_by(generator).items():
-            self._attempts.restart(group_id, tuple(samples), "generator_left")
+        self._attempts.leave(generator)
 
     def covered(self, step: int, oldest_kept: int | None = None) -> None:
         """Record that a durable checkpoint covers `step`; trainers go back to `oldest_kept`, or to `step`, at most."""

@@ -1,4 +1,5 @@
-"""Answers a generator's claim: first with restarted trajectories, then with the next prompt if its group is admitted.
+"""Answers a generator's claim: first with restarted or moved trajectories, then with the next prompt if its group is
+admitted.
 
 A claim for which there is no group waits; after each change of the buffer, one waiting claim is answered per available
 group. If a claim has to wait, all claims of engines with the same or an older version have to wait too:
@@ -9,7 +10,7 @@ group. If a claim has to wait, all claims of engines with the same or an older v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -50,7 +51,9 @@ class Claims:
         who = f"generator {claim.generator}"
         if state.draining is not None:
             return self._waits.begin(who, WaitReason.DRAINED, f"no more prompts are issued ({state.draining})")
-        restarted = self._restarted_group(claim.serving)
+        restarted = self._restarted_group(claim)
+        if restarted is None and claim.only_moved:
+            return Wait(WaitReason.ROOM, "the generator is full", record.clock.monotonic())
         if restarted is None:
             why = self._admission.wait(record, claim.serving) or self._admission.disk_wait(record, state.n_samples)
         else:  # needs no admission; but a full journal must first remove the previous attempts
@@ -61,7 +64,7 @@ class Claims:
         self._waits.end(who)
         generator = claim.generator, claim.incarnation
         if restarted is not None:
-            samples = tuple(sorted(record.ledger.unassigned[restarted]))
+            samples = tuple(sorted(self._waiting_samples(restarted, claim)))
             record.add(events.Assigned(restarted, samples, *generator, claim.request_id))
             return self._assignment(restarted, samples)
         group_id, place = state.next_group_id, self._curriculum.next_place()
@@ -84,27 +87,30 @@ class Claims:
         detail = f"claim {claim.request_id} was answered before and its work continued; send a new claim"
         return Wait(WaitReason.ANSWERED, detail, self._record.clock.monotonic())
 
-    def _restarted_group(self, serving: PolicyVersion) -> int | None:
-        ledger = self._record.ledger
+    def _restarted_group(self, claim: Claim) -> int | None:
+        ledger, serving = self._record.ledger, claim.serving
         if not ledger.unassigned:
             return None
         end, groups = self._admission.first_to_wait(ledger, serving), ledger.state.groups
-        return min((o for o in ledger.unassigned if o < end and groups[o].admitted <= serving), default=None)
+        may_begin = (o for o in ledger.unassigned if o < end and groups[o].admitted <= serving)
+        return min((o for o in may_begin if self._waiting_samples(o, claim)), default=None)
 
-    def unfinished(self, generator: str) -> Iterator[Assignment]:
-        """The unfinished trajectories of a generator, as one assignment per group."""
-        for group_id, samples in self._record.ledger.played_by(generator).items():
-            yield self._assignment(group_id, tuple(samples))
+    def _waiting_samples(self, group_id: int, claim: Claim) -> list[int]:
+        """The samples of a group that wait for a claim, and that this claim may get."""
+        trajectories = self._record.ledger.state.groups[group_id].trajectories
+        waiting = self._record.ledger.unassigned[group_id]
+        return [sample for sample in waiting if trajectories[sample].moved or not claim.only_moved]
 
     def _assignment(self, group_id: int, samples: tuple[int, ...]) -> Assignment:
         group, held = self._record.ledger.state.groups[group_id], self._record.store.of(group_id)
         attempts = tuple(group.trajectories[sample].attempt for sample in samples)
+        moved = tuple(sample for sample in samples if group.trajectories[sample].moved)
         if not held.steps:
-            return Assignment(group_id, group.uid, group.row, samples, attempts)
+            return Assignment(group_id, group.uid, group.row, samples, attempts, moved=moved)
         ends = ends_table(())
         accepted = [held.steps_of(sample) for sample in samples]
         steps = [encode(StepGroup(Sender("", 0, 0), concat(own), ends)) if own else b"" for own in accepted]
-        return Assignment(group_id, group.uid, group.row, samples, attempts, tuple(steps))
+        return Assignment(group_id, group.uid, group.row, samples, attempts, tuple(steps), moved)
 
 
 FINAL = (WaitReason.DRAINED, WaitReason.ANSWERED)
@@ -154,7 +160,7 @@ class WaitingClaims:
                 continue  # a reply may have taken it
             answer = self._ask(waiting.claim, waiting.most)
             if _waits(answer):
-                blocked = serving
+                blocked = blocked if waiting.claim.only_moved else serving
             else:
                 del self._waiting[number]
                 waiting.reply(answer)

@@ -23,6 +23,8 @@ class Claim(NamedTuple):
     """The version that the generator's engine serves now; no sample of the group starts on an older version."""
     request_id: int = 0
     """The claim's id within its incarnation: a repeated claim gets the same work; 0: the claim is never repeated."""
+    only_moved: bool = False
+    """Whether the generator has room only for trajectories that another generator began."""
 
 
 class Assignment(NamedTuple):
@@ -37,6 +39,8 @@ class Assignment(NamedTuple):
     steps: tuple[bytes, ...] = ()
     """The accepted steps of each sample, after which the generator continues, encoded as a message; empty bytes for a
     sample without steps, () if no sample has any."""
+    moved: tuple[int, ...] = ()
+    """The samples that another generator began, and that this one continues."""
 
     def trajectories(self) -> Iterator[tuple[TrajectoryId, bytes]]:
         """Yield the id of each trajectory, with its encoded steps (empty bytes if it has none)."""
@@ -56,6 +60,8 @@ class WaitReason(StrEnum):
     """A claim waits: the journal or its disk is full. Or the journal waits: its disk is too full to store events."""
     ANSWERED = "answered"
     """The claim was answered before; its work is finished or was given to another generator."""
+    ROOM = "room"
+    """A claim waits: the generator is full, and no trajectory has to move."""
     DRAINED = "drained"
     """The run ends: a claim gets no more work, or too few groups are left for a lease."""
     GROUPS = "groups"

@@ -118,12 +118,15 @@ class Hub:
             }
             for _, pushed in sorted(self._sources.items())
         ]
-        sessions: Counter[str] = Counter()
+        sessions, oldest = Counter[str](), dict[str, float]()
         for pushed in self._sources.values():
             if pushed.is_up(now):
                 sessions.update(pushed.by_label("baton_agent_sessions", "state"))
+                for state, age in pushed.by_label("baton_agent_oldest_session_seconds", "state").items():
+                    oldest[state] = max(oldest.get(state, 0.0), age)
         counts = {state: int(count) for state, count in sessions.items()}
-        more = {"agents": {"sessions": counts} if counts else {}, "binding": self._window.now()}
+        agents = {"sessions": counts, "oldest_seconds": oldest} if counts else {}
+        more = {"agents": agents, "binding": self._window.now()}
         return status_document(self._parts, actors, self._clock.wall()) | more
 
     def history(self, after: int) -> dict[str, Any]:

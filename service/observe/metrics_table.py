@@ -143,6 +143,7 @@ GENERATORS_AND_WEIGHTS = (
     counter("baton_frozen_role_turns_total", "Turns: `answered` or `failed`.", labels=("step_role", "outcome")),
     counter("baton_frozen_role_seconds_total", "Seconds of waiting for frozen roles.", labels=("step_role",)),
     gauge("baton_agent_sessions", "Sessions: `calling`, `idle`, `finished`, `closed`.", labels=("state",)),
+    gauge("baton_agent_oldest_session_seconds", "Age of the oldest session: `calling`, `idle`.", labels=("state",)),
     counter("baton_agent_steps_total", "Calls of trajectories that ended.", labels=("step_role",)),
     histogram("baton_agent_roots_per_trajectory", "Conversations of a trajectory; titles count.", buckets=TURNS),
     histogram("baton_weight_sync_seconds", "From sending to serving weights.", "timing/sync_weights", buckets=SECONDS),

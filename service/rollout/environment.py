@@ -118,6 +118,9 @@ class AgentSession(Protocol):
     """The address of the policy, for `OPENAI_BASE_URL`; it ends with `/v1`."""
     key: str
     """The session's key, for `OPENAI_API_KEY`."""
+    moves: bool
+    """True if `play` or `resume` is cancelled because another generator continues the session: an agent with `resume`
+    then leaves its work running."""
 
     async def until_finished(self, silence: float) -> None:
         """Wait until work elsewhere has finished the session by its address (`POST /rl/sessions/ID/finish`).
@@ -149,7 +152,7 @@ class Agent(Protocol):
     """An agent that plays one episode. It calls the policy itself, so it has no `reset` and `step`.
 
     If an agent only starts work elsewhere, which calls the policy, the work outlives the generator's process. With the
-    method `resume` such an agent continues its session in the generator's next process, in place of `play`:
+    method `resume` such an agent continues its session in another generator, in place of `play`:
 
         async def resume(self, session, task, seed) -> None
     """

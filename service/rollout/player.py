@@ -34,11 +34,20 @@ class AgentPlayer(Protocol):
     def load(self) -> None:
         """Load what reads the policy's responses; called when the engine runs."""
 
+    address: str
+    """The address of this process's endpoint."""
+
+    async def listen(self) -> None:
+        """Serve `address`, if it is not served yet."""
+
     def open_trajectories(self) -> list[TrajectoryId]:
         """The trajectories that wait for their agents or for the policy."""
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
-        """Prepare to continue a trajectory that an earlier process began; returns False if that is impossible."""
+        """Prepare to continue a trajectory that another process began; returns False if that is impossible."""
+
+    def abandon(self) -> None:
+        """Answer no request of agents any more, and let another generator continue their sessions."""
 
     async def play(
         self, trajectory: TrajectoryId, task: Task, guard: EnvGuard, seed: int, sink: StepSink
@@ -104,13 +113,18 @@ class Player:
         return self.agents is not None and self._environments.resumes()
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
-        """Prepare to continue a trajectory that an earlier process began; `play` then continues it.
+        """Prepare to continue a trajectory that another process began; `play` then continues it.
 
         Returns False if that is impossible: only an agent with the method `resume` works outside of that process.
         """
         if self.agents is None or not self._environments.resumes(task.env_class):
             return False
         return self.agents.restore(trajectory, deepcopy(task), steps, sink)
+
+    def abandon(self) -> None:
+        """Let another generator continue the sessions of agents, because this one ends."""
+        if self.agents is not None:
+            self.agents.abandon()
 
     async def play_unmeasured(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> TrajectoryEnd:
         """Play one trajectory as `play` does, but without metrics; for trajectories that are not sent to the buffer,

@@ -261,6 +261,9 @@ class SimPlayer:
     def load(self) -> None:
         """Nothing."""
 
+    def abandon(self) -> None:
+        """Nothing."""
+
     def measure(self, metrics: Metrics, trace: Any) -> None:
         """Nothing."""
 

@@ -126,7 +126,7 @@ class Joined(Event, frozen=True):
     step: int = 0
     """For a trainer: the optimizer step from which it continues; groups of later optimizer steps are leased again."""
     resumes: bool = False
-    """For a generator: whether it continues the trajectories of its older incarnation."""
+    """For a generator: whether its unfinished trajectories move to another generator when it leaves."""
 
 
 class Left(Event, frozen=True):
@@ -192,6 +192,13 @@ class Assigned(Event, frozen=True):
     generator: str
     incarnation: int
     request_id: int = 0
+
+
+class Moved(Event, frozen=True):
+    """Unfinished trajectories of a group have lost their generator; the next one continues them after their steps."""
+
+    group_id: int
+    samples: tuple[int, ...]
 
 
 class Restarted(Event, frozen=True):

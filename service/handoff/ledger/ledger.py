@@ -44,7 +44,7 @@ class Ledger:
         self.slots: dict[int, None] = {}
         """Groups that no optimizer step has used yet, in order of admission."""
         self.unassigned: dict[int, set[int]] = {}
-        """Restarted samples that wait for a claim, by group_id."""
+        """Restarted and moved samples that wait for a claim, by group_id."""
         self.since: OrderedDict[Sample, float] = OrderedDict()
         """Time of the last progress of each unfinished sample that a generator plays, oldest first."""
         self.unfinished_bytes = 0
@@ -158,6 +158,14 @@ class Ledger:
         holder = (trajectory.generator, trajectory.incarnation, trajectory.attempt)
         return holder == (sender.generator, sender.incarnation, of.attempt)
 
+    def continues(self, of: TrajectoryId) -> bool:
+        """Whether this attempt is unfinished and the newest, whether or not a generator plays it now."""
+        group = self.state.groups.get(of.group_id)
+        if group is None or group.state not in UNFINISHED or not 0 <= of.sample < len(group.trajectories):
+            return False
+        trajectory = group.trajectories[of.sample]
+        return trajectory.attempt == of.attempt and not trajectory.complete
+
     # -- members ------------------------------------------------------------------------------------------------------
 
     def _opened(self, event: events.Opened) -> None:
@@ -168,11 +176,7 @@ class Ledger:
             self.state.trainer_incarnation = event.incarnation
             self._go_back(event.step)
         else:
-            self.state.generators[event.name] = Member(event.incarnation)
-            for group_id, samples in self.played_by(event.name).items() if event.resumes else ():
-                for sample in samples:
-                    self.state.groups[group_id].trajectories[sample].incarnation = event.incarnation
-                    self.renew((group_id, sample), self._now)
+            self.state.generators[event.name] = Member(event.incarnation, resumes=event.resumes)
 
     def _left(self, event: events.Left) -> None:
         self.state.generators[event.generator].alive = False
@@ -239,6 +243,13 @@ class Ledger:
         group.tried = True
         self.state.successes.setdefault(group.row, Success()).note(event.successes / event.trajectories)
         self.tried.add(group.row)
+
+    def _moved(self, event: events.Moved) -> None:
+        for sample in event.samples:
+            trajectory = self.state.groups[event.group_id].trajectories[sample]
+            trajectory.generator, trajectory.incarnation, trajectory.moved = None, 0, True
+            del self.since[event.group_id, sample]
+            self.unassigned.setdefault(event.group_id, set()).add(sample)
 
     def _restarted(self, event: events.Restarted) -> None:
         group = self.state.groups[event.group_id]

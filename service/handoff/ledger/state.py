@@ -53,6 +53,8 @@ class Attempt:
     """Bytes of the accepted steps and end record, as `service.handoff.group_bytes` counts them."""
     given_up: bool = False
     """Whether the group continues without the trajectory."""
+    moved: bool = False
+    """Whether another generator began the attempt."""
 
     @property
     def complete(self) -> bool:
@@ -122,6 +124,8 @@ class Member:
 
     incarnation: int
     alive: bool = True
+    resumes: bool = False
+    """Whether its unfinished trajectories move to another generator when it leaves."""
     received_below: int = 0
     """Every message with a smaller sequence number was received."""
     received: set[int] = field(default_factory=set)

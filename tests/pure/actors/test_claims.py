@@ -67,7 +67,7 @@ async def test_a_generator_that_leaves_claims_no_more_also_while_it_waits() -> N
     assert await waiting is None and await claimer.next() is None
     assert len(buffer.claims) == 2
     claimer = source(FakeBuffer(groups(3, 4)))
-    assert await claimer.next(room=2) == group(3)
+    assert await claimer.next(lambda: 2) == group(3)
     claimer.leave()
     assert await claimer.next() is None, "what arrived is left to others"
 
@@ -105,8 +105,8 @@ async def test_a_refused_claim_fails_with_the_reason() -> None:
 async def test_the_groups_of_one_answer_are_given_out_one_by_one_without_another_claim() -> None:
     buffer = FakeBuffer(groups(3, 4, 5), groups(6), DRAINED)
     claimer = source(buffer)
-    assert [await claimer.next(room=room) for room in (4, 3, 2, 1)] == groups(3, 4, 5, 6)
-    assert await claimer.next(room=2) is None
+    assert [await claimer.next(lambda room=room: room) for room in (4, 3, 2, 1)] == groups(3, 4, 5, 6)
+    assert await claimer.next(lambda: 2) is None
     assert buffer.most == [4, 1, 2]
     numbers = [claim.request_id for claim, _ in buffer.claims]
     assert numbers == [1, 5, 6], "each group that was asked for has a number of its own"

@@ -264,7 +264,6 @@ async def test_a_generator_that_has_started_watches_its_event_loop(
         return {}
 
     monkeypatch.setattr(Generator, "_join", joined)
-    monkeypatch.setattr(Generator, "_taken_over", started)
     monkeypatch.setattr(generator._engine, "start", started)
     monkeypatch.setattr(generator._reporter, "start", lambda: None)
     context = SimpleNamespace(get_node_id=lambda: "node")

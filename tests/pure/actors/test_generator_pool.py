@@ -66,7 +66,8 @@ class World:
         self.supervisor = Supervisor(self.told.append, cause, is_death)
         telemetry = SimpleNamespace(metrics=SimpleNamespace(count=self.count))
         actors = self.generators, self.trainer, telemetry, self.told.append, self.supervisor
-        self.pool = GeneratorPool(generator, run, settings, *actors)  # type: ignore[arg-type]
+        buffer = SimpleNamespace(leave=answering())
+        self.pool = GeneratorPool(generator, run, settings, *actors, buffer)  # type: ignore[arg-type]
 
     def count(self, name: str, by: float = 1.0) -> None:
         if name == "baton_weight_sync_failures_total":

@@ -17,15 +17,17 @@ from service.agents.conversation_tree import ConversationTree
 from service.agents.messages_and_replies import JsonCalls
 from service.agents.server import Endpoint
 from service.agents.session import Session
-from service.agents.sessions import Sessions
+from service.agents.sessions import Sessions, session_key
 from service.columns import digest
 from service.rollout.chat.chat import Chat
 from service.rollout.engine import AgentLimits, Generation
+from service.rollout.run_secret import RunSecret
 from service.types import Int32s, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import generated, limits
 
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+SECRET = RunSecret(b"secret of this run")
 
 
 class House:
@@ -66,9 +68,10 @@ class House:
             return generation
 
         tree = ConversationTree(self.chat, JsonCalls())
-        id, name, key = TrajectoryId(3, number), str(number), f"key-of-session-{number}"
+        id, name = TrajectoryId(3, number), f"3-{number}-0"
+        key = session_key(SECRET, name)
         made = Session(id, "p-0", tree, self.allowed, self.max_tokens, sample, self, name, key)
-        made.base_url = f"{self.address}/s/{number}/v1"
+        made.base_url = f"{self.address}/s/{name}/v1"
         made.recorded.set_result(True)
         self.sessions.add(made)
         return made
@@ -96,8 +99,7 @@ class House:
 
     async def connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection that has sent nothing."""
-        host, port = self.address.removeprefix("http://").split(":")
-        return await asyncio.open_connection(host, int(port))
+        return await connected(self.address)
 
     def sampled(self, text: str) -> Generation:
         """Tokens of a response that no tokenizer would choose: one for each character."""
@@ -119,7 +121,7 @@ async def opened(chat: Chat, named_roles: tuple[str, ...] = (), structured: str 
 class Client:
     """Sends requests with one key; keeps nothing."""
 
-    def __init__(self, http: aiohttp.ClientSession, house: House, key: str) -> None:
+    def __init__(self, http: aiohttp.ClientSession, house: Any, key: str) -> None:
         self._http, self._house = http, house
         self.headers = {"Authorization": f"Bearer {key}"}
 
@@ -147,7 +149,7 @@ class Client:
     async def leave(self, path: str, body: Any, when: asyncio.Event) -> None:
         """Send a request, and close the connection at `when` without reading an answer."""
         raw = json.dumps(body).encode()
-        _, writer = await self._house.connected()
+        _, writer = await connected(self._house.address)
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {self.headers['Authorization']}\r\n"
         writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         await writer.drain()
@@ -160,6 +162,12 @@ async def client_of(house: House, session: Session) -> AsyncIterator[Client]:
     """A client with the key of a session."""
     async with aiohttp.ClientSession() as http:
         yield Client(http, house, session.key)
+
+
+async def connected(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that has sent nothing."""
+    host, port = address.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
 
 
 async def until(seen: Callable[[], Any]) -> None:

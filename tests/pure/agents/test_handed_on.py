@@ -365,7 +365,7 @@ def test_the_secret_of_a_run_lasts_and_only_its_user_reads_it(tmp_path: Path) ->
     assert secret == run_secret(tmp_path)
     assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
     keys = [session_key(secret, name) for name in ("1-0-0", "1-0-1")]
-    assert keys[0] != keys[1] and len(keys[0]) == 22
+    assert keys[0] != keys[1] and len(keys[0]) == len("1-0-0.") + 22
     assert secret.value.hex() not in f"{secret!r}{secret}"
     assert session_key(run_secret(tmp_path / "other"), "1-0-0") != keys[0]
     (tmp_path / SECRET_FILE).write_text("no hex")

@@ -218,28 +218,40 @@ def test_an_old_incarnation_of_a_generator_cannot_write_and_its_work_goes_on_els
     assert (again.group_id, again.samples, again.attempts) == (0, (0, 1), (1, 1))
 
 
-def test_a_generator_that_goes_on_keeps_its_trajectories_with_the_steps_that_were_accepted(world: World) -> None:
-    work, other = world.generator.claimed(), Generator(world.buffer, "g2").claimed()
+@pytest.mark.parametrize("how", ["leaves", "rejoins"])
+def test_what_a_generator_of_sessions_left_unfinished_moves_with_the_steps_that_were_accepted(
+    world: World, how: str
+) -> None:
+    first, second = Generator(world.buffer, "g2", resumes=True), Generator(world.buffer, "g3", resumes=True)
+    work = first.claimed()
     of = TrajectoryId(work.group_id, 1)
     steps = [replace(step(of, work.prompt_uid, index), note=f"note {index}") for index in range(2)]
-    assert isinstance(world.generator.send(steps), Receipt)
-    stale_message = world.generator.message([step(of, work.prompt_uid, 2)])
-    incarnation = world.buffer.join("generator", "g1", resumes=True)
-    buffer = world.crash()
+    assert isinstance(first.send(steps), Receipt)
+    stale_message = first.message([step(of, work.prompt_uid, 2)])
+    assert isinstance(second.claim(only_moved=True), Wait)
+    if how == "leaves":
+        world.buffer.leave("g2", None, "failed")
+    else:
+        Generator(world.buffer, "g2", resumes=True)
+    buffer = second.buffer = world.crash()
     assert refused(buffer.submit(stale_message)) is RefusalReason.FENCED
-    assert buffer.unfinished("g1", world.generator.incarnation) == ()
-    (unfinished,) = buffer.unfinished("g1", incarnation)
-    assert unfinished._replace(steps=()) == work and other.group_id != work.group_id
-    none, both = unfinished.steps
+    assert buffer.ledger.continues(of) and not buffer.ledger.continues(of._replace(attempt=1))
+    moved = second.claim(only_moved=True)
+    assert isinstance(moved, Assignment) and moved.moved == work.samples
+    assert moved._replace(steps=(), moved=()) == work
+    none, both = moved.steps
     assert not none
     assert [made.note for made in step_objects(wire.accepted_group(both).steps)] == ["note 0", "note 1"]
     kept = [*steps[0].prompt_ids, *steps[0].response_ids, *range(15, 20)]
     assert wire.accepted_group(both).steps.token_ids_N.tolist() == kept
-    world.generator.incarnation = incarnation
-    third = step(of, work.prompt_uid, 2)
     end = TrajectoryEnd(of, work.prompt_uid, 3, "stop", 1.0)
-    assert isinstance(world.generator.send([third], [end]), Receipt)
+    assert isinstance(second.send([step(of, work.prompt_uid, 2)], [end]), Receipt)
     assert buffer.ledger.state.groups[work.group_id].trajectories[1].complete and world.closes()
+    assert not buffer.ledger.continues(of) and buffer.ledger.continues(of._replace(sample=0))
+    world.later(11)  # the other one is silent, and begins anew
+    assert isinstance(second.claim(only_moved=True), Wait)
+    again = second.claimed()
+    assert (again.samples, again.attempts, again.moved) == ((0,), (1,), ())
 
 
 def test_a_trajectory_that_its_generator_renews_is_not_silent(world: World) -> None:

@@ -106,8 +106,8 @@ class Generator:
         self.incarnation = buffer.join("generator", name, resumes=resumes)
         self.sequence = 0
 
-    def claim(self, serving: PolicyVersion = START) -> Assignment | Wait | Refusal:
-        return self.buffer.claim(Claim(self.name, self.incarnation, serving))
+    def claim(self, serving: PolicyVersion = START, only_moved: bool = False) -> Assignment | Wait | Refusal:
+        return self.buffer.claim(Claim(self.name, self.incarnation, serving, only_moved=only_moved))
 
     def claimed(self, serving: PolicyVersion = START) -> Assignment:
         answer = self.claim(serving)

@@ -93,7 +93,6 @@ env.score  AGENT & env.score=[]
 env.limits.memory_bytes  env.limits.memory_bytes=9223372036854775808
 agents.host  agents.host=''
 agents.exit_code_reward  agents.exit_code_reward={'1.5': 0.0}
-agents.port  generator.engines=2 & agents.port=65535
 """
 """The setting that is named, and the overrides of the quick start, between &; some have short names."""
 
@@ -122,7 +121,6 @@ def test_a_combination_is_refused_by_the_setting_to_change(case: str) -> None:
         ["trainer.ranks=256", "trainer.sequence_parallel=2"],
         [*AGENT, "env.command=[a, '-c', 'x={name=1}', '{prompt} {prompt_file} {folder} {base_url} {seed}']"],
         [*AGENT, "agents.deadline=2100"],
-        ["generator.engines=2", "agents.port=65534"],
         [*AGENT, "env.trusted_modules=[my_pkg]", "env.score=my_pkg.scores:score"],
     ],
 )

@@ -74,10 +74,14 @@ def test_the_status_has_the_sessions_of_agents_over_all_generators() -> None:
     for seconds in range(3):
         for number, metrics in enumerate(generators):
             metrics.set_all("baton_agent_sessions", "state", {"calling": 2, "idle": number, "finished": 7 * seconds})
+            metrics.set_all("baton_agent_oldest_session_seconds", "state", {"calling": 0.0, "idle": 2400.0 * number})
             hub.push(f"generator/generator-{number}", metrics.snapshot())
         clock.now += 1
-    assert hub.status()["agents"] == {"sessions": {"calling": 4, "idle": 1, "finished": 28}}
-    assert any("sessions: 4 calling, 1 idle, 28 finished" in line for line in status_lines(hub.status(), 90))
+    agents = hub.status()["agents"]
+    assert agents["sessions"] == {"calling": 4, "idle": 1, "finished": 28}
+    assert agents["oldest_seconds"] == {"calling": 0.0, "idle": 2400.0}
+    said = "sessions: 4 calling, 1 idle, 28 finished; the oldest: 40 min 0 s (idle)"
+    assert any(said in line for line in status_lines(hub.status(), 120))
     clock.now += SILENT_SECONDS
     assert hub.status()["agents"] == {}
 

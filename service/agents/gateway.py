@@ -1,0 +1,249 @@
+"""One address for all agents of a run: passes each request on to the generator that holds the session.
+
+    agent -- key of session 5-1-0 --> gateway -- GET /rl/sessions/5-1-0 --> generator-0: 401, generator-1: 200
+                                              -- the request -------------> generator-1
+
+The gateway stores nothing that a restart would need: a key has the session's name in it, each generator says that it
+serves, and who holds a session is asked. While no generator holds a session that goes on, its requests wait.
+
+the connection to the generator breaks     the same request goes to the next generator that holds the session
+a part of the answer went to the client     the client's connection is closed
+the session has ended, or was replaced     409
+no generator for `WAIT_SECONDS`            503 with `Retry-After`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from io import BytesIO
+
+import aiohttp
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from multidict import CIMultiDict
+from yarl import URL
+
+from service.agents.dialects.dialect import Refused
+from service.agents.listening import Listener
+from service.agents.policy_calls import COMMENT, dialect_of
+from service.agents.requests import BODY_SECONDS, NO_ROOM, STREAM, is_connected, key_of
+from service.agents.server import CLOSING
+from service.agents.session import MAX_BODY_BYTES
+from service.agents.sessions import name_of
+from service.rollout.run_secret import RunSecret
+from service.types import TrajectoryId
+
+log = logging.getLogger(__name__)
+
+SILENT_SECONDS = 10.0
+"""Seconds after which a generator that did not say that it serves is not asked for sessions any more."""
+WAIT_SECONDS = 120.0
+"""Maximum seconds that a request waits for a generator to hold its session."""
+LOOK_SECONDS = 0.2
+"""Seconds between two searches for the holder of a session."""
+PROBE_SECONDS = 5.0
+"""Maximum seconds for a generator's answer whether it holds a session."""
+MAX_BREAKS = 16
+"""Number of times that a request may break its connection to a generator; then it is answered with 503."""
+MAX_HOLDERS = 1 << 14
+"""Maximum number of sessions whose holder is remembered."""
+HOP_HEADERS = frozenset(
+    ("connection", "content-length", "date", "expect", "host", "keep-alive", "server", "te", "transfer-encoding")
+)
+"""Headers, in lower case, that belong to one connection."""
+OWN_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+"""Headers that aiohttp would add to a request without them."""
+IN_PARTS_BYTES = 1 << 20
+"""Bodies of at least this many bytes are sent in parts, so that they do not hold up the event loop."""
+HELD, UNKNOWN, ENDED = 200, 401, 409
+"""HTTP statuses of a generator's answer about a session: it is there, was never there, or ended there."""
+
+IsOpen = Callable[[TrajectoryId], Awaitable[bool]]
+"""A function that returns whether a trajectory continues: it is unfinished, and no newer attempt replaced it."""
+
+
+class Gateway:
+    """Passes the requests of all agents on to the generators."""
+
+    def __init__(self, secret: RunSecret, is_open: IsOpen, deadline: float) -> None:
+        """`deadline`: maximum seconds of one call."""
+        self._secret, self._is_open = secret, is_open
+        self._listener = Listener()
+        self._timeout = aiohttp.ClientTimeout(total=deadline, sock_connect=PROBE_SECONDS)
+        self._generators: dict[str, tuple[str, float]] = {}
+        """(address, time at which the generator said that it serves) by the generator's name."""
+        self._holders: dict[str, str] = {}
+        """Address of the generator that held a session last, by the session's name."""
+        self._http: aiohttp.ClientSession | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; returns the address."""
+        connector = aiohttp.TCPConnector(limit=0)
+        self._http = aiohttp.ClientSession(connector=connector, auto_decompress=False, timeout=self._timeout)
+        app = web.Application(middlewares=[self._answered])
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        return await self._listener.start(app, host, port, handler_cancellation=True, auto_decompress=False)
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        await self._listener.stop()
+        if self._http is not None:
+            await self._http.close()
+
+    def serves(self, generator: str, address: str) -> None:
+        """Note that a generator serves its sessions at this address."""
+        self._generators[generator] = address, asyncio.get_running_loop().time()
+
+    @web.middleware
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._listener.heard(request)
+        try:
+            response = await handler(request)
+        except Refused as refused:
+            headers = {"Retry-After": "1"} if refused.status == NO_ROOM else None
+            body = dialect_of(request.path).error(refused)
+            response = web.json_response(body, status=refused.status, headers=headers)
+        except ConnectionError:  # the client has left, or cannot get the rest of its answer
+            if request.transport is not None:
+                request.transport.abort()
+            response = request.get(STREAM) or web.Response()
+        except Exception:  # a bug
+            log.exception("a request could not be passed on")
+            body = dialect_of(request.path).error(Refused(500, None, "the gateway failed"))
+            response = web.json_response(body, status=500)
+        if response.status in CLOSING:
+            response.force_close()
+        return response
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        """Pass a request on until a generator has answered it."""
+        key = key_of(request)
+        if not (name := name_of(self._secret, key)):
+            raise Refused(401, None, "the key is that of no session", "invalid_api_key")
+        body = await _read(request)
+        for _ in range(MAX_BREAKS):
+            address = self._holders.get(name) or await self._holder(name, key)
+            try:
+                if (response := await self._passed_on(request, address, body)) is not None:
+                    return response
+            except aiohttp.ClientError as error:
+                if not is_connected(request):
+                    raise ConnectionResetError("the client has left") from error
+            except TimeoutError as error:
+                raise Refused(NO_ROOM, None, "the call took too long", "overloaded") from error
+            if self._holders.get(name) == address:
+                del self._holders[name]
+            await asyncio.sleep(LOOK_SECONDS)
+        raise Refused(NO_ROOM, None, "the generator was lost again and again; send the request again", "overloaded")
+
+    async def _passed_on(self, request: web.Request, address: str, body: bytes) -> web.StreamResponse | None:
+        """The answer of the generator at `address`, as it was passed on to the client; None if the generator does not
+        hold the session, or sent nothing but comments.
+
+        Raises:
+            ConnectionError: the generator was lost within an answer of which the client has a part.
+        """
+        url = URL(address + request.rel_url.raw_path_qs, encoded=True)
+        headers = _of_both_ways(request.headers)
+        data = BytesIO(body) if len(body) >= IN_PARTS_BYTES else body or None
+        sending = self._client.request(request.method, url, data=data, headers=headers, skip_auto_headers=OWN_HEADERS)
+        stream = request.get(STREAM)
+        async with sending as answer:
+            if answer.status == UNKNOWN:
+                return None
+            if answer.content_type != "text/event-stream":
+                whole = await answer.read()
+                if stream is not None:  # it has begun, and can be no other answer
+                    raise ConnectionResetError("the answer is no stream")
+                return web.Response(body=whole, status=answer.status, headers=_of_both_ways(answer.headers))
+            if stream is None:
+                stream = web.StreamResponse(status=answer.status, headers=_of_both_ways(answer.headers))
+                await stream.prepare(request)
+                request[STREAM] = stream
+            has_part = False
+            try:
+                async for data in answer.content.iter_any():
+                    has_part = has_part or bool(data.replace(COMMENT, b""))
+                    await stream.write(data)
+            except aiohttp.ClientPayloadError as error:
+                if has_part:
+                    raise ConnectionResetError("the generator was lost within the answer") from error
+            if not has_part:
+                return None
+            await stream.write_eof()
+            return stream
+
+    async def _holder(self, name: str, key: str) -> str:
+        """The address of the generator that holds a session; waits while there is none.
+
+        Raises:
+            Refused: 409 if the session has ended, 503 if no generator holds it for `WAIT_SECONDS`.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + WAIT_SECONDS
+        while True:
+            addresses = [at for at, said in self._generators.values() if loop.time() - said < SILENT_SECONDS]
+            statuses = await asyncio.gather(*(self._ask(address, name, key) for address in addresses))
+            found = dict(zip(statuses, addresses, strict=True))
+            if (held := found.get(HELD)) is not None:
+                self._holders[name] = held
+                if len(self._holders) > MAX_HOLDERS:
+                    del self._holders[next(iter(self._holders))]
+                return held
+            if not await self._continues(name):
+                if ENDED in found:  # that generator answers a repeated end
+                    return found[ENDED]
+                raise Refused(ENDED, None, "the session has ended")
+            if loop.time() > deadline:
+                reason = f"no generator has held the session for {WAIT_SECONDS:.0f} s; send the request again"
+                raise Refused(NO_ROOM, None, reason, "overloaded")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _ask(self, address: str, name: str, key: str) -> int:
+        """The status of a generator's answer about a session; 0: it does not answer."""
+        timeout, headers = aiohttp.ClientTimeout(total=PROBE_SECONDS), {"Authorization": f"Bearer {key}"}
+        try:
+            url = f"{address}/rl/sessions/{name}"
+            async with self._client.get(url, headers=headers, timeout=timeout) as answer:
+                return answer.status
+        except (aiohttp.ClientError, TimeoutError):
+            return 0
+
+    async def _continues(self, name: str) -> bool:
+        """Whether a session that no generator holds may be opened by one."""
+        parts = name.split("-")
+        if not all(part.isdecimal() for part in parts):  # of an evaluation: only its generator knows
+            return True
+        return await self._is_open(TrajectoryId(*map(int, parts)))
+
+    @property
+    def _client(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            raise RuntimeError("the gateway has not started")
+        return self._http
+
+
+async def _read(request: web.Request) -> bytes:
+    """The body as it was sent, of which at most one byte more is kept than any session accepts.
+
+    Raises:
+        Refused: the body is late (408), or cannot be read (400).
+    """
+    parts, left = list[bytes](), MAX_BODY_BYTES + 1
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while left > 0 and (part := await request.content.readany()):
+                parts.append(part[:left])
+                left -= len(part)
+    except TimeoutError as error:
+        raise Refused(408, None, f"the body did not come within {BODY_SECONDS:.0f} s") from error
+    except web.RequestPayloadError as error:
+        raise Refused(400, None, f"the body cannot be read: {error}") from error
+    return b"".join(parts)
+
+
+def _of_both_ways(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """The headers that are passed on."""
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in HOP_HEADERS)

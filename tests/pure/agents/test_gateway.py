@@ -1,0 +1,260 @@
+"""One address for all agents: whatever dies behind it, no session is lost and no step is sampled twice."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from service.agents import gateway as gateways
+from service.agents import policy_calls
+from service.agents.gateway import Gateway
+from service.agents.session import MAX_BODY_BYTES
+from service.agents.sessions import session_key
+from service.handoff.steps.tables import steps_table
+from service.rollout.chat.chat import Chat
+from service.types import Step, TrajectoryId
+from tests.pure.agents.endpoint import CHAT, SECRET, Client, House, connected, until, whole
+from tests.pure.agents.talks import ALL, TALKS, ChatTalk
+
+
+class Front:
+    """A gateway in front of generators, and the buffer that it asks."""
+
+    def __init__(self) -> None:
+        self.ended: set[TrajectoryId] = set()
+        self.gateway, self.address = Gateway(SECRET, self.continues, 60.0), ""
+
+    async def continues(self, of: TrajectoryId) -> bool:
+        return of not in self.ended
+
+    async def start(self, port: int = 0) -> None:
+        self.address = await self.gateway.start("127.0.0.1", port)
+
+    async def again(self, *houses: House) -> None:
+        """Kill the gateway; another process has its address."""
+        await self.gateway.stop()
+        self.gateway = Gateway(SECRET, self.continues, 60.0)
+        await self.start(int(self.address.rpartition(":")[2]))
+        self.serve(*houses)
+
+    def serve(self, *houses: House) -> None:
+        for number, house in enumerate(houses):
+            self.gateway.serves(f"generator-{number}", house.address)
+
+
+@pytest_asyncio.fixture(loop_scope="function")
+async def front(house: House) -> AsyncIterator[Front]:
+    made = Front()
+    await made.start()
+    made.serve(house)
+    yield made
+    await made.gateway.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="function")
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as made:
+        yield made
+
+
+@ALL
+async def test_an_answer_is_the_same_through_the_gateway_whole_or_streamed(
+    house: House, front: Front, http: aiohttp.ClientSession, make: type[ChatTalk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_calls, "KEEP_ALIVE_SECONDS", 0.02)
+    key, talk = house.session().key, make("age ?")
+    direct, through = (Client(http, where, key) for where in (house, front))
+    whole = await through.post(talk.path, talk.body())
+    retried = await direct.post(talk.path, talk.body(), x_stainless_retry_count="1")
+    assert {**whole[1], "created": 0, "created_at": 0} == {**retried[1], "created": 0, "created_at": 0}
+    house.accepting.clear()
+    streaming = asyncio.create_task(through.stream(talk.path, talk.body()))
+    await until(lambda: len(house.steps) == 2)
+    await asyncio.sleep(0.1)
+    house.accepting.set()
+    said = await streaming
+    assert said.startswith(policy_calls.COMMENT) and b"17" in said and len(house.steps) == 2
+    refused = await through.post(talk.path, b"[" * 3 + b"x" * MAX_BODY_BYTES)
+    assert refused == await direct.post(talk.path, b"[" * 3 + b"x" * MAX_BODY_BYTES) and refused[0] == 400
+
+
+async def test_a_key_of_no_session_is_refused_without_a_generator_and_an_ended_one_by_the_buffers_word(
+    house: House, front: Front, http: aiohttp.ClientSession
+) -> None:
+    session = house.session()
+    for key in ("", "3-0-0.", session.key[:-1], f"3-1-0.{session.key.partition('.')[2]}", "\u00e4.\u00e4"):
+        status, reply = await Client(http, front, key).post(CHAT, {})
+        assert status == 401 and reply["error"]["code"] == "invalid_api_key"
+    await house.endpoint.stop()
+    front.ended.add(session.trajectory)  # a newer attempt replaced it, and its worker wakes up
+    assert (await Client(http, front, session.key).post(CHAT, ChatTalk("age ?").body()))[0] == 409
+    assert not house.steps
+
+
+async def test_a_call_of_a_session_that_no_generator_holds_waits_then_gets_503(
+    house: House, front: Front, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = house.session()
+    house.sessions._open.clear()
+    client = Client(http, front, session.key)
+    waiting = asyncio.create_task(client.post(CHAT, ChatTalk("age ?").body()))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    house.session()
+    assert (await waiting)[0] == 200
+    monkeypatch.setattr(gateways, "WAIT_SECONDS", 0.0)
+    await front.again()
+    answer = await client.answer(CHAT, ChatTalk("age ?").body())
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+
+
+async def test_a_killed_gateway_is_back_at_its_address_and_a_repeated_call_is_the_same_step(
+    house: House, front: Front, http: aiohttp.ClientSession
+) -> None:
+    session, talk = house.session(), ChatTalk("age ?")
+    client = Client(http, front, session.key)
+    house.accepting.clear()
+    lost = asyncio.create_task(client.post(CHAT, talk.body()))
+    await until(lambda: house.steps)
+    await front.again(house)
+    with pytest.raises(aiohttp.ClientError):
+        await lost
+    house.accepting.set()
+    assert (await client.post(CHAT, talk.body()))[0] == 200 and len(house.steps) == 1
+
+
+async def test_an_answer_whose_client_has_left_is_undelivered(
+    house: House, front: Front, http: aiohttp.ClientSession
+) -> None:
+    session, talk = house.session(), ChatTalk("age ?")
+    client, left = Client(http, front, session.key), asyncio.Event()
+    house.accepting.clear()
+    leaving = asyncio.create_task(client.leave(CHAT, talk.body(), left))
+    await until(lambda: house.steps)
+    left.set()
+    await leaving
+    await asyncio.sleep(0.1)
+    house.accepting.set()
+    await until(lambda: house.endpoint.requests.undelivered)
+    assert (await client.post(CHAT, talk.body()))[0] == 200 and len(house.steps) == 1
+
+
+async def test_no_request_reaches_another_host(house: House, front: Front) -> None:
+    key = house.session().key
+    for target in ("@127.0.0.1:9/", "//127.0.0.1:9/v1/models", "http://127.0.0.1:9/v1/models"):
+        reader, writer = await connected(front.address)
+        writer.write(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nx-api-key: {key}\r\n\r\n".encode())
+        status = int((await reader.read()).split(b" ")[1])
+        writer.close()
+        assert status in (200, 400, 404), target
+
+
+TURNS, SESSIONS, KILLS, PAUSE = 6, 12, 100, 0.05
+
+
+class Fleet:
+    """Generators that are killed, of which the others open the sessions from the journal, and agents that call them.
+
+    Every response that is sampled is another one, so that a second sampling of a step would be seen."""
+
+    def __init__(self, chat: Chat, front: Front) -> None:
+        self.chat, self.front, self.random = chat, front, random.Random(5)
+        self.journal: dict[int, list[Step]] = {number: [] for number in range(SESSIONS)}
+        self.houses: list[House] = []
+        self.holder: dict[int, House] = {}
+        self.sampled = itertools.count()
+        self.killed: list[House] = []
+        """Generators that answer nothing any more."""
+
+    async def start(self) -> None:
+        """Start one generator more."""
+        house = House(self.chat)
+        house.allowed, house.max_tokens = replace(house.allowed, max_turns=4096), 1 << 20
+        house.say = lambda prompt: f"word {next(self.sampled)}"
+        house.address = await house.endpoint.start("127.0.0.1", 0)
+        self.houses.append(house)
+
+    def open(self, number: int) -> None:
+        """Open a session on one of the generators, from what the journal has of it."""
+        house = self.holder[number] = self.random.choice(self.houses)
+        session = house.session(number)
+        session.restore(steps_table(self.journal[number][::-1]))
+        session._sink = Journal(self, house, number)  # type: ignore[assignment]
+
+    async def kill(self) -> None:
+        """Kill a generator; its sessions are opened elsewhere a moment later."""
+        house = self.houses.pop(self.random.randrange(len(self.houses)))
+        moving = [number for number, holder in self.holder.items() if holder is house]
+        house.endpoint.is_abandoned = True
+        for session in house.sessions.open():
+            session.moves = True
+            session.close()
+        self.killed.append(house)
+        await self.start()
+        self.front.gateway._generators.clear()
+        self.front.serve(*self.houses)
+        for number in moving:
+            self.open(number)
+
+
+class Journal:
+    """What takes a session's steps, as long as its generator lives."""
+
+    def __init__(self, fleet: Fleet, house: House, number: int) -> None:
+        self.fleet, self.house, self.number = fleet, house, number
+
+    def append(self, step: Step) -> None:
+        self.step = step
+
+    async def accepted(self, trajectory: TrajectoryId) -> bool:
+        await asyncio.sleep(self.fleet.random.random() / 50)
+        if self.house not in self.fleet.houses:
+            await asyncio.Event().wait()  # the buffer refuses it, and its process has died
+        self.fleet.journal[self.number].append(self.step)
+        await asyncio.sleep(self.fleet.random.random() / 50)
+        return True
+
+
+async def test_a_hundred_killed_generators_lose_no_session_and_change_no_acknowledged_token(
+    bytes_chat: Chat, front: Front, http: aiohttp.ClientSession
+) -> None:
+    fleet = Fleet(bytes_chat, front)
+    for _ in range(3):
+        await fleet.start()
+    front.serve(*fleet.houses)
+    for number in range(SESSIONS):
+        fleet.open(number)
+    said: dict[int, list[str]] = {number: [] for number in range(SESSIONS)}
+
+    async def agent(number: int, make: type[ChatTalk]) -> None:
+        talk, client = make(f"task {number} ?"), Client(http, front, session_key(SECRET, f"3-{number}-0"))
+        while len(fleet.killed) < KILLS or len(said[number]) < TURNS:
+            status, reply = await client.post(talk.path, talk.body())
+            assert status == 200, reply
+            said[number].append(talk.text(reply))
+            talk.answered(reply, "go on")
+            await asyncio.sleep(PAUSE)
+            if len(said[number]) % TURNS == 0:
+                talk = make(f"task {number} goes on {len(said[number])} ?")
+
+    async def kill() -> None:
+        while len(fleet.killed) < KILLS:
+            await fleet.kill()
+            await asyncio.sleep(PAUSE)
+
+    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+        group.create_task(kill())
+        for number in range(SESSIONS):
+            group.create_task(agent(number, TALKS[number % len(TALKS)]))
+    for number, steps in fleet.journal.items():
+        assert said[number] == [bytes_chat.text(step.response_ids[step.loss_mask][:-1]) for step in steps]
+        assert [step.index for step in steps] == list(range(len(steps)))
+        whole(steps)  # the references hold
+    await asyncio.gather(*(house.endpoint.stop() for house in (*fleet.killed, *fleet.houses)))
