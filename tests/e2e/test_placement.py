@@ -4,10 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from itertools import groupby
+from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+from actors.driver.placement import run_bundles
+from service.config import load_config
+
+pytestmark = pytest.mark.slow
 
 GPUS = """
 import asyncio, tempfile
@@ -44,13 +49,104 @@ with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as f
 """
 
 
-def test_engines_are_on_the_gpus_of_ranks_where_weights_go_by_cuda_ipc_and_else_each_part_has_its_own() -> None:
-    """On a Ray of its own, whose GPUs are pretended."""
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", GPUS], capture_output=True, text=True, timeout=400, env=environment)
+RECIPES = """
+import os
+os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120"}
+os.environ["RAY_prestart_worker_first_driver"] = "0"  # each node would start as many workers as it has CPUs
+import asyncio, json, sys, tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+import actors
+import ray
+from actors.driver import cluster
+from actors.driver.placement import reserve, run_bundles
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table, remove_placement_group
+from service.config import load_config
+
+class First:
+    # coroutines: an actor of thousands of calls would else have as many threads
+    def __init__(self, *arguments):
+        pass
+
+    async def life(self):
+        return SimpleNamespace(process=ray.get_runtime_context().get_actor_id())
+
+    async def place(self):
+        return ray.get_runtime_context().get_node_id(), ("", 0)
+
+    async def load(self, *arguments):
+        pass
+
+    async def start(self):
+        return ray.get_runtime_context().get_node_id(), len(ray.get_gpu_ids())
+
+for part in ("TrainerRank", "Generator", "BufferActor", "MetricsHub"):
+    setattr(cluster, part, type(part, (First,), {}))
+cluster.check_nodes = lambda *nothing: None  # which would look for the GPUs
+cluster.PolicySize = SimpleNamespace(of_folder=lambda *nothing: SimpleNamespace(elements=0))
+
+def started(of, folder):
+    prepared = SimpleNamespace(model_folder=folder, tasks_file=folder, eval_files={}, vocab_size=9, routing=None)
+    prepared.base = folder
+    run = cluster.place_actors(of, prepared, folder / "journal")
+    asyncio.run(run.trainer.load(folder))
+    engines = ray.get([actor.start.remote() for actor in (*run.generators, run.buffer, run.hub)], timeout=200)
+    return run.trainer.nodes + [node for node, _ in engines], [gpus for _, gpus in engines]
+
+def placed(of):
+    room = asyncio.run(reserve(run_bundles(of, gpus=1), 120, lambda line: None))
+    nodes = placement_group_table(room)["bundles_to_node_id"]
+    remove_placement_group(room)
+    return [nodes[index] for index in range(len(nodes))], []
+
+*placing, starting = sys.argv[1:]
+with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+    head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "include_log_monitor": False, "temp_dir": folder}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
+    node = {"num_cpus": 8, "num_gpus": 8, "include_log_monitor": False, "resources": {"accelerator_type:H100": 1}}
+    with ThreadPoolExecutor(8) as at_once:
+        [*at_once.map(lambda _: nodes.add_node(wait=False, **node), range(8))]
+    nodes.wait_for_nodes()
+    ray.init(address=nodes.address, logging_level="error", log_to_driver=False)
+    os.environ["RAY_ADDRESS"] = nodes.address
+    for recipe in placing:
+        print("SAID", json.dumps(placed(load_config([recipe], []))))
+    print("SAID", json.dumps(started(load_config([starting], []), Path(folder))))
+    ray.shutdown()
+    nodes.shutdown()
+"""
+
+
+def said(script: str, *words: str) -> list[str]:
+    """What a script says about a Ray of its own, whose nodes or GPUs are pretended."""
+    command, environment = [sys.executable, "-c", script, *words], {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    said = [line.removeprefix("SAID ") for line in done.stdout.splitlines() if line.startswith("SAID ")]
-    shared, apart, missing = said
+    return [line.removeprefix("SAID ") for line in done.stdout.splitlines() if line.startswith("SAID ")]
+
+
+@pytest.mark.timeout(500)
+def test_every_recipe_of_several_nodes_finds_its_places_and_its_actors_answer_there() -> None:
+    """The actors of one are started; those of the others differ in their number only."""
+    recipes = {str(file): load_config([file], []) for file in sorted(Path("configs").glob("*.yaml"))}
+    gpus = {name: int(sum(each.resources["GPU"] for each in run_bundles(of, gpus=1))) for name, of in recipes.items()}
+    starting = "configs/qwen3_30b_a3b.yaml"
+    names = sorted((name for name in recipes if gpus[name] > 8), key=lambda name: name == starting)
+    assert len(names) >= 4 and names[-1] == starting
+    for name, line in zip(names, said(RECIPES, *names), strict=True):
+        (nodes, of_engines), of = json.loads(line), recipes[name]
+        bundles = of.trainer.ranks + of.generator.min_engines
+        assert len({*nodes[:bundles]}) == -(-gpus[name] // 8), f"{name} is on as few nodes as possible"
+        ranks = nodes[: of.trainer.ranks]
+        assert [node for node, _ in groupby(ranks)] == [*dict.fromkeys(ranks)], f"{name}: a node's ranks are neighbours"
+    assert of_engines == [2, 2, 0, 0], "GPUs of the engines, the buffer and the metrics hub"
+
+
+@pytest.mark.full
+def test_engines_are_on_the_gpus_of_ranks_where_weights_go_by_cuda_ipc_and_else_each_part_has_its_own() -> None:
+    shared, apart, missing = said(GPUS)
     first, second, *ranks = json.loads(shared)
     assert [first, second] == ranks[:2]
     assert len({gpu for (gpu,) in ranks}) == 3
