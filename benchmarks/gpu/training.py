@@ -97,7 +97,7 @@ def checkpoint(device: str, give: Give) -> None:
         for name in ("first", "second"):
             began, held = time.perf_counter(), psutil.Process().memory_info().rss
             steps.learner.save(Path(folder) / name, background=True)
-            copied, grown = time.perf_counter() - began, psutil.Process().memory_info().rss - held
+            copied, grown = time.perf_counter() - began, max(0, psutil.Process().memory_info().rss - held)
             steps.learner.writer.finish()
             size = sum(file.stat().st_size for file in (Path(folder) / name).iterdir())
             rate = size / 1e9 / (time.perf_counter() - began - copied)
