@@ -150,7 +150,7 @@ class GeneratorPool:
         """Return the node of each generator that generates and does not leave, by the generator's name, in the order of
         the generators' numbers."""
         staying = sorted(self._keepers.keys() - self._leaving, key=lambda name: int(name.rpartition("-")[2]))
-        return {name: self.weights.node_of(name) for name in staying}
+        return {name: self.weights.node_of[name] for name in staying}
 
     def free_number(self) -> int:
         """Return the lowest number that no generator has."""

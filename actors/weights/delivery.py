@@ -37,6 +37,7 @@ class Delivery:
         self._config, self._generators, self._source, self._is_up = config, generators, source, is_up
         self._not_taken, self._source_failed = not_taken, source_failed
         self._images = NodeImages(generators, source, config.sync_deadline, sent)
+        self.node_of = self._images.node_of
         self._locks: dict[str, asyncio.Lock] = {}
         """A lock for each engine, held while the engine is updated."""
         self._latest: PublishedWeights | None = None
@@ -47,10 +48,6 @@ class Delivery:
         """Note that a generator has started on the node `node`."""
         self._locks.setdefault(name, asyncio.Lock())
         self._images.register(name, node)
-
-    def node_of(self, name: str) -> str:
-        """Return the node of a generator that has started."""
-        return self._images.node_of(name)
 
     async def forget(self, name: str) -> None:
         """Forget a generator whose process has ended for good; returns when its update has ended too."""

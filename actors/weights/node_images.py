@@ -72,7 +72,8 @@ class NodeImages:
         """Store the settings. `trainer`: the `actors.trainer.group.TrainerGroup`; `sent` is called with the number of
         bytes that the ranks sent to other hosts."""
         self._generators, self._trainer, self._deadline, self._sent = generators, trainer, deadline, sent
-        self._node_of: dict[str, str] = {}
+        self.node_of: dict[str, str] = {}
+        """The node of each generator that has started."""
         self._held: dict[str, NodeImage] = {}
         """The newest image of each node, by node."""
         self._failures = 0
@@ -83,21 +84,17 @@ class NodeImages:
 
     def register(self, name: str, node: str) -> None:
         """Note that a generator has started on the node `node`, and forget the images that its earlier process held."""
-        self._node_of[name] = node
+        self.node_of[name] = node
         self._held = {of: held for of, held in self._held.items() if held.holder != name}
-
-    def node_of(self, name: str) -> str:
-        """Return the node of a generator that has started."""
-        return self._node_of[name]
 
     def begin(self, names: Sequence[str], weights: PublishedWeights) -> None:
         """Begin to send weights to the nodes of these generators, except a node with all ranks."""
         lacking = [name for name in reversed(names) if not self._is_beside(name, weights)]
-        self._begin(list({self._node_of[name]: name for name in lacking}.values()), weights)
+        self._begin(list({self.node_of[name]: name for name in lacking}.values()), weights)
 
     def _is_beside(self, name: str, weights: PublishedWeights) -> bool:
         nodes = {self._trainer.nodes[rank] for rank, source in enumerate(weights.sources) if source.part.spans}
-        return nodes == {self._node_of[name]}
+        return nodes == {self.node_of[name]}
 
     async def sources_for(self, name: str, weights: PublishedWeights) -> Sequence[Source] | None:
         """Return the sources from which a generator reads these weights: the memory of the ranks if all ranks are on
@@ -105,7 +102,7 @@ class NodeImages:
         if self._is_beside(name, weights):
             return weights.sources
         while True:
-            held = self._held.get(self._node_of[name])
+            held = self._held.get(self.node_of[name])
             if held is not None and held.weights.version > weights.version:
                 return None
             if held is None or held.weights is not weights:
@@ -120,11 +117,11 @@ class NodeImages:
     def forget(self, name: str) -> None:
         """Forget the image on the node of the generator `name`, which could not open the image because the generator
         that held it has ended."""
-        self._held.pop(self._node_of[name], None)
+        self._held.pop(self.node_of[name], None)
 
     def _begin(self, names: Sequence[str], weights: PublishedWeights) -> list[NodeImage]:
         begun = [NodeImage(weights, name, self._generators[name]) for name in names]
-        self._held |= {self._node_of[held.holder]: held for held in begun}
+        self._held |= {self.node_of[held.holder]: held for held in begun}
         if begun:
             task = asyncio.ensure_future(self._send(weights, begun))
             self._under_way.add(task)  # the event loop itself keeps only a weak reference

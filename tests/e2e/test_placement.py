@@ -84,7 +84,9 @@ class First:
 
 for part in ("TrainerRank", "Generator", "BufferActor", "MetricsHub"):
     setattr(cluster, part, type(part, (First,), {}))
+ray._private.utils.get_dashboard_dependency_error = lambda: ImportError("no module of the dashboard is used here")
 cluster.check_nodes = lambda *nothing: None  # which would look for the GPUs
+cluster.RunFiles = SimpleNamespace(of=lambda *nothing: None)
 cluster.PolicySize = SimpleNamespace(of_folder=lambda *nothing: SimpleNamespace(elements=0))
 
 def started(of, folder):
@@ -104,18 +106,21 @@ def placed(of):
 *placing, starting = sys.argv[1:]
 with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
     head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "include_log_monitor": False, "temp_dir": folder}
-    nodes = Cluster(initialize_head=True, head_node_args=head)
-    node = {"num_cpus": 8, "num_gpus": 8, "include_log_monitor": False, "resources": {"accelerator_type:H100": 1}}
-    with ThreadPoolExecutor(8) as at_once:
-        [*at_once.map(lambda _: nodes.add_node(wait=False, **node), range(8))]
-    nodes.wait_for_nodes()
-    ray.init(address=nodes.address, logging_level="error", log_to_driver=False)
-    os.environ["RAY_ADDRESS"] = nodes.address
-    for recipe in placing:
-        print("SAID", json.dumps(placed(load_config([recipe], []))))
-    print("SAID", json.dumps(started(load_config([starting], []), Path(folder))))
-    ray.shutdown()
-    nodes.shutdown()
+    # without handlers of signals, which only a main thread may set
+    nodes = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
+    try:
+        node = {"num_cpus": 8, "num_gpus": 8, "include_log_monitor": False, "resources": {"accelerator_type:H100": 1}}
+        with ThreadPoolExecutor(8) as at_once:
+            [*at_once.map(lambda _: nodes.add_node(wait=False, **node), range(8))]
+        nodes.wait_for_nodes()
+        ray.init(address=nodes.address, logging_level="error", log_to_driver=False)
+        os.environ["RAY_ADDRESS"] = nodes.address
+        for recipe in placing:
+            print("SAID", json.dumps(placed(load_config([recipe], []))))
+        print("SAID", json.dumps(started(load_config([starting], []), Path(folder))))
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
 """
 
 
