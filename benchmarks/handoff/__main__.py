@@ -55,10 +55,10 @@ def main() -> int:
 
 def to_ranks(repeats: int) -> float:
     """Least seconds per GB from the buffer's answer to a lease until both ranks have read their parts."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # Ray reads it when it is imported
     import numpy as np
     import ray
 
-    import actors  # noqa: F401 - sets Ray's environment
     from actors.buffer.actor import LeasedBatch
     from actors.trainer.group import TrainerGroup
     from service.config import Config
