@@ -36,6 +36,7 @@ class Checkpointer:
         """Store the settings; `checkpointed` is called with the step of each durable checkpoint and its start time."""
         self._run, self._uploads = run_folder, uploads
         self._checkpoints = Checkpoints(run_folder / CHECKPOINTS, config.trainer.keep_checkpoints)
+        self.newest = self._checkpoints.newest
         self._buffer, self._trainer = cluster.buffer, cluster.trainer
         self._checkpointed = checkpointed
         self._every, self._begun_at = config.trainer.checkpoint_every, 0
@@ -50,10 +51,6 @@ class Checkpointer:
     def path(self, step: int) -> Path:
         """Return the folder of the ranks' files in the checkpoint of a step."""
         return self._checkpoints.path(step) / TRAINER
-
-    def newest(self) -> Manifest | None:
-        """Return the newest complete checkpoint."""
-        return self._checkpoints.newest()
 
     @property
     def completes(self) -> bool:

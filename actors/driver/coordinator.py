@@ -34,7 +34,7 @@ from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import Scaling
 from actors.observe.hub_port import DEFAULT_PORT
-from actors.weights.weight_source import TRAINER, TrainerLost
+from actors.weights.part import TRAINER, TrainerLost
 from service.config import Config, resolved_yaml
 from service.errors import BatonError, ProcessLost, RunFailed
 from service.handoff.verbs import WaitReason

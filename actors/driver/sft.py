@@ -24,7 +24,7 @@ from actors.driver.ray_session import ray_session
 from actors.driver.run import guarded
 from actors.driver.signals import on_stop_signal
 from actors.trainer.group import TrainerGroup
-from actors.weights.weight_source import TrainerLost
+from actors.weights.part import TrainerLost
 from service.config import Config, resolved_yaml
 from service.errors import RunFailed
 from service.learn.model.optimizer import learning_rate

@@ -23,7 +23,7 @@ from actors.calls import ACTOR_FAILED, CALL_SECONDS, RESTARTING, call, in_a_line
 from actors.deaths import kernel_kills, life_of
 from actors.observe.telemetry import RunTelemetry
 from actors.weights.delivery import Delivery
-from actors.weights.weight_source import TRAINER
+from actors.weights.part import TRAINER
 from service.backoff import retried
 from service.config import RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig

@@ -17,8 +17,7 @@ from torch.distributed import DistError
 
 from actors.calls import RESTARTING, answer, call, in_a_line
 from actors.weights.nixl_reads import RemoteMemory
-from actors.weights.part import Source, WeightBucket, check_parts
-from actors.weights.weight_source import PublishedWeights, TrainerLost
+from actors.weights.part import PublishedWeights, Source, TrainerLost, WeightBucket, check_parts
 from service.backoff import retried
 from service.config import Config
 from service.errors import ProcessLost, RunFailed, Starved

@@ -13,7 +13,7 @@ from typing import Any
 
 from actors.calls import ACTOR_FAILED, call, in_a_line, may_be_dropped
 from actors.weights.node_images import NodeImages
-from actors.weights.weight_source import PublishedWeights, TrainerLost
+from actors.weights.part import PublishedWeights, TrainerLost
 from service.config import WeightsConfig
 from service.errors import Starved, WeightsGone
 from service.types import PolicyVersion

@@ -21,8 +21,7 @@ from typing import Any
 
 from actors.calls import ACTOR_FAILED, call, first_error
 from actors.weights.nixl_reads import RemoteMemory
-from actors.weights.part import Source, WeightBucket, WeightPart
-from actors.weights.weight_source import PublishedWeights
+from actors.weights.part import PublishedWeights, Source, WeightBucket, WeightPart
 from service.errors import BatonError, Starved
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,5 @@
-"""A rank's part of a weights file: the bytes that the rank holds, one after another, and their positions in the file.
+"""What the ranks publish, in parts: the bytes of a weights file that a rank holds, one after another, and their
+positions in the file.
 
     file     | header | a: rows 0 1 | a: rows 2 3 | b: row 0 | b: row 1 |
     rank 0   | header | a: rows 0 1 |             | b: row 0 |                part: header, rows 0 1 of a, row 0 of b
@@ -18,6 +19,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from actors.weights.memory import PAGE
+from service.errors import BatonError
+from service.types import PolicyVersion
+
+TRAINER = "trainer"
+"""Name of all ranks together in `service.run.liveness.supervisor.Supervisor`."""
+MIN_BYTES_PER_SECOND = 100e6
+"""Rate at which weights must arrive at an engine; Ray's object store brings several times as many to another host."""
 
 
 @dataclass(frozen=True)
@@ -100,3 +108,33 @@ def check_parts(parts: Sequence[WeightPart]) -> None:
     whole = WeightPart.of_spans(sorted(span for part in parts for span in part.spans))
     if [start for start, _ in whole.spans] != [0]:
         raise ValueError("the parts of the ranks are not each byte of the weights once")
+
+
+class TrainerLost(BatonError):
+    """A rank died, raised an error or did not answer, so the trainer's ranks cannot continue.
+
+    `is_remedied`: whether the rank ran out of memory, and the ranks will need less memory from their next start on.
+    """
+
+    def __init__(self, why: str, is_remedied: bool = False) -> None:
+        super().__init__(why)
+        self.is_remedied = is_remedied
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """One version of the weights that is sent to the engines."""
+
+    version: PolicyVersion
+    sources: tuple[Source, ...] = ()
+    """Each rank's part of the safetensors file, with the place from which processes of its host read the part; empty
+    for transport `ipc`."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the number of bytes of each rank's part."""
+        return [source.part.n_bytes for source in self.sources]
+
+    def seconds(self, deadline: float) -> float:
+        """Return `deadline` and the seconds that the bytes may take."""
+        return deadline + sum(self.sizes) / MIN_BYTES_PER_SECOND

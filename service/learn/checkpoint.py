@@ -37,8 +37,6 @@ CHUNK_BYTES = 64 << 20
 """Bytes that are written before they are synced, so that the driver sees progress on a slow disk too."""
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """Names of the tensors' dtypes in the header of a safetensors file."""
-HEADER_ALIGNED = 8
-"""Alignment, in bytes, of the start of the data in a safetensors file."""
 
 
 class CheckpointMetadata(BaseModel):
@@ -157,7 +155,7 @@ def file_header(
         start, stop = stop, stop + prod(shape) * dtype.itemsize
         header[name] = {"dtype": TYPES[dtype], "shape": [*shape], "data_offsets": [start, stop]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % HEADER_ALIGNED)
+    text += b" " * (-len(text) % 8)  # so that the data are aligned
     return len(text).to_bytes(8, "little") + text
 
 

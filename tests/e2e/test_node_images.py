@@ -12,10 +12,9 @@ import torch
 from actors.weights.image import ImageHolder
 from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.node_images import NodeImages
-from actors.weights.part import WeightBucket
+from actors.weights.part import PublishedWeights, WeightBucket
 from actors.weights.part_buffers import PartBuffers
 from actors.weights.pulled import WeightFile
-from actors.weights.weight_source import PublishedWeights
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import at, copied, given_by
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from actors.weights.memory import PAGE, WeightMemory
 from actors.weights.nixl_reads import RemoteMemory
-from actors.weights.part import Source, WeightBucket, WeightPart
+from actors.weights.part import PublishedWeights, Source, WeightBucket, WeightPart
 from actors.weights.part_buffers import PartBuffers
 from actors.weights.policy_tensors import WeightBytes, checksum_of
-from actors.weights.weight_source import PublishedWeights
 from service.learn.model.sharding import WeightRows, shard_bounds
 from service.run.liveness.supervisor import Life
 from service.types import PolicyVersion

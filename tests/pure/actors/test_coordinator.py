@@ -17,7 +17,7 @@ from actors.buffer.actor import LeasedBatch
 from actors.driver import coordinator as driving_loop
 from actors.driver.cluster import Cluster
 from actors.driver.coordinator import Coordinator
-from actors.weights.weight_source import TrainerLost
+from actors.weights.part import TrainerLost
 from service.config import load_config
 from service.errors import RunFailed
 from service.handoff.steps.values import Routing

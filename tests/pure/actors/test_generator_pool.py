@@ -12,8 +12,7 @@ from ray.exceptions import ObjectLostError
 import actors.calls
 from actors.deaths import is_death
 from actors.generator.generator_pool import GeneratorPool
-from actors.weights.part import Source, WeightPart
-from actors.weights.weight_source import TRAINER, PublishedWeights, TrainerLost
+from actors.weights.part import TRAINER, PublishedWeights, Source, TrainerLost, WeightPart
 from service.backoff import Backoff
 from service.config import RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig

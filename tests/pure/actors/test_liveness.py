@@ -20,7 +20,7 @@ import actors.deaths
 from actors.calls import in_a_line
 from actors.deaths import KernelKills, cause_of_death, is_death, life_of, why_died
 from actors.trainer.group import TrainerGroup
-from actors.weights.weight_source import TrainerLost
+from actors.weights.part import TrainerLost
 from service.config import Config
 from service.errors import ProcessLost
 from service.run.liveness import supervisor as liveness

@@ -9,8 +9,7 @@ import pytest
 
 from actors.weights import node_images
 from actors.weights.node_images import MAX_FAILURES, NodeImages
-from actors.weights.part import Source, WeightBucket, WeightPart
-from actors.weights.weight_source import PublishedWeights, TrainerLost
+from actors.weights.part import PublishedWeights, Source, TrainerLost, WeightBucket, WeightPart
 from service.errors import Starved
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import FakeGenerator, FakeRank0, Method, died, published

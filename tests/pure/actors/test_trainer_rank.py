@@ -21,7 +21,7 @@ from actors.observe.actor_logs import log_env
 from actors.trainer import actor
 from actors.trainer.actor import TrainerRank, choose_interface, process_group_backend
 from actors.trainer.group import TrainerGroup
-from actors.weights.weight_source import TrainerLost
+from actors.weights.part import TrainerLost
 from service.config import Config, RunConfig, TrainerConfig, WeightsConfig
 from service.errors import ProcessLost
 from service.learn.learner import StepReport
