@@ -129,8 +129,7 @@ class Trial:
             "job_name": session.base_url.split("/")[-2],
             "tasks": [{"path": task.extra_info[FOLDER]}],
             "agents": [agent],
-            # Kept images are built once; containers and networks go in any case.
-            "environment": {"delete": False, **self._job.get("environment", {}), "type": self._environment},
+            "environment": {**self._job.get("environment", {}), "type": self._environment},
             "n_attempts": 1,
             "n_concurrent_trials": 1,
             "retry": {"max_retries": 0},

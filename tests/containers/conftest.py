@@ -57,7 +57,7 @@ def busybox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.setenv("CONTAINERS_STORAGE_CONF", str(folder / "storage.conf"))
         subprocess.run(["sh", "-c", f"tar -C {root} -c . | podman import - localhost/busybox:1"], check=True)
         yield "localhost/busybox:1"
-        podman("system", "reset", "--force")
+        podman("rmi", "--all", "--force")
 
 
 @pytest.fixture(scope="session")
