@@ -21,6 +21,13 @@ LOCK = ".lock"
 LOCK_POLL_SECONDS = 0.02
 
 
+def matching(path: Path) -> list[Path]:
+    """The file or folder of this path, or the files whose names match the pattern that it ends in, such as
+    `train-*.parquet`, in the order of their names."""
+    is_pattern = "*" in path.name and not path.exists()
+    return sorted(path.parent.glob(path.name)) if is_pattern else [path]
+
+
 def lock_folder(folder: Path, seconds: float) -> TextIO:
     """Lock a folder until the returned file is closed or the process dies; a TimeoutError if it takes too long."""
     deadline = time.monotonic() + seconds

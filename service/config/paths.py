@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from service.config.section import HUB, Named, Section
 from service.config.tree import Config
 from service.errors import UserError
-from service.files import is_written_through
+from service.files import is_written_through, matching
 from service.model_folder import check_model_folder, is_model_folder
 from service.user_code import find_user_module
 
@@ -116,9 +116,9 @@ def _marks(annotation: Any) -> Iterator[Any]:
 
 
 def _path_problems(setting: str, named: Named, path: Path) -> Iterator[_Problem]:
-    kind = _kind(setting, path)
-    holds_tasks = named.what == "dataset" and any(path.glob("*/task.toml"))
-    if kind != named.kind and not holds_tasks:
+    found = matching(path) if named.what == "dataset" else [path]
+    kind = _kind(setting, found[0]) if found else None
+    if kind is None or kind not in named.kind:
         what = f"is a {kind}" if kind else f"does not exist{_on_hub(named, path)}"
         yield _Problem(f"{setting}: the {named.what} {path} {what}; {named.hint}", kind is None)
     elif named.holds_model and not is_model_folder(path):
@@ -167,7 +167,7 @@ def check_output(file: Path, option: str = "--output") -> None:
         raise UserError(f"{option} {file}: cannot be written; give a file that can")
 
 
-def _kind(setting: str, path: Path) -> Literal["file", "folder"] | None:
+def _kind(setting: str, path: Path) -> Literal["file", "folder", "device or pipe"] | None:
     """The kind of a path; None if the path does not exist."""
     try:
         mode = path.stat().st_mode
@@ -176,4 +176,4 @@ def _kind(setting: str, path: Path) -> Literal["file", "folder"] | None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{setting}: {str(path)!a:.100} cannot be opened: {reason}") from error
-    return "folder" if stat.S_ISDIR(mode) else "file"
+    return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device or pipe"

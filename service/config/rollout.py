@@ -79,7 +79,8 @@ class DataConfig(Section):
     """Training prompts and evaluation sets."""
 
     train: Dataset | None = None
-    """A JSONL or parquet file with one prompt per row, `hf:org/name@revision:file`, or a folder of Harbor's tasks."""
+    """One prompt per row: a JSONL or parquet file, a folder of such files, a pattern as in `shards/train-*.parquet`,
+    `hf:org/name@revision:file`, or a folder of Harbor's tasks."""
     make_rows: Positive | None = None
     """Synthetic rows that the environment makes, in place of `train`."""
     mixture: dict[str, MixturePart] = {}

@@ -70,12 +70,12 @@ class Named(NamedTuple):
     starts."""
 
     what: str
-    kind: Literal["file", "folder"] = "file"
+    kind: Literal["file", "folder", "file or folder"] = "file"
     hint: str = "give a text file"
     holds_model: bool = False
 
 
-Dataset = Annotated[UserPath, Named("dataset", hint="give a JSONL or parquet file; several are mixed by data.mixture")]
+Dataset = Annotated[UserPath, Named("dataset", "file or folder", "give a JSONL or parquet file, or a folder of them")]
 KeyFile = Annotated[UserPath, Named("key")]
 MODEL_FOLDER = Named("model folder", "folder", "give a Hugging Face folder", holds_model=True)
 ModelFolder = Annotated[UserPath, MODEL_FOLDER]

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from service.config.rollout import AGENT, DataConfig, EnvConfig
 from service.errors import UserError
+from service.files import matching
 from service.rollout.environment import Agent, Environment, Task
 from service.rollout.environments.registry import SyntheticFunction, make_environment, synthetic_data
 from service.rollout.factory import Environments
 from service.rollout.prompts.dataset import tasks_of
 from service.rollout.prompts.files import read_published
+from service.rollout.prompts.rows import row_place
 from service.user_code import import_object
 
 SYNTHETIC = Path("made")
@@ -40,7 +42,7 @@ def check_inputs(
     for function in (*rows, *functions):
         synthetic_data(env.name, env.trusted_modules, function)
     for path in (data.train, *(part.path for part in data.mixture.values()), *data.eval.values()):
-        if path is not None and path.exists():
+        if path is not None and any(file.exists() for file in matching(path)):
             check_environments(env, tasks_of(read_published(path, data.columns), path), path)
     if data.make_rows is not None:
         (row,) = synthetic_data(env.name, env.trusted_modules).rows(1, seed)
@@ -67,7 +69,7 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
     factory = Environments(config.model_copy(update={"isolation": "none"}))
     made: dict[str, Environment | Agent | None] = {AGENT: None}  # the settings of a command were checked before
     for row, task in enumerate(tasks):
-        name, place = task.env_class or config.name, f"dataset {path}, row {row}"
+        name = task.env_class or config.name
         try:
             if name not in made:
                 made[name] = factory.make(task)
@@ -80,12 +82,12 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
             json.dumps(asdict(task) if config.isolation == "process" else None)
         except (TypeError, ValueError) as error:
             why = f"it cannot be sent to an environment's own process (env.isolation) as JSON: {error}"
-            raise UserError(f"{place}: {why}") from error
+            raise UserError(f"{row_place(path, row)}: {why}") from error
         try:
             getattr(made[name], "check_task", lambda task: None)(task)
         except (Exception, SystemExit) as error:  # a user's `check_task` may raise anything
             reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-            raise UserError(f"{place}: the environment {name!r} cannot play it: {reason}") from error
+            raise UserError(f"{row_place(path, row)}: the environment {name!r} cannot play it: {reason}") from error
 
 
 def _refuse_missing_methods(environment: object, name: str, config: EnvConfig) -> None:

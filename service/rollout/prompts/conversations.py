@@ -22,7 +22,7 @@ from service.rollout.chat.chat import Chat, MessagesRefused
 from service.rollout.chat.conversation import Conversation, generation_of
 from service.rollout.engine import Mode
 from service.rollout.environment import Message
-from service.rollout.prompts.rows import messages_of, read_rows
+from service.rollout.prompts.rows import messages_of, read_rows, row_place
 from service.types import SupervisedRow
 
 FORM = 'a row is {"messages": [{"role": "system, user, assistant or tool", "content": "a text"}, ...]}'
@@ -49,11 +49,11 @@ def conversation_rows(path: Path, chat: Chat, mode: Mode, longest: int) -> list[
         try:
             shown = rows_with_loss_mask(chat, mode, [_messages(columns)])
         except (MessagesRefused, ValueError) as error:
-            raise UserError(f"dataset {path}, row {number}: {error}") from error
+            raise UserError(f"{row_place(path, number)}: {error}") from error
         tokens = max(len(row.token_ids) for row in shown)
         if tokens > longest:
             raise UserError(
-                f"dataset {path}, row {number}: {tokens} tokens, but a row may have {longest} "
+                f"{row_place(path, number)}: {tokens} tokens, but a row may have {longest} "
                 "(generator.max_input_length + generator.max_generate_length); raise these, or shorten the conversation"
             )
         rows += shown

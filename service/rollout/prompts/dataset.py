@@ -26,7 +26,7 @@ from service.config.rollout import COLDEST, HOTTEST
 from service.errors import RunFailed, UserError
 from service.rollout.chat.tools import MAX_DEPTH, is_shallow
 from service.rollout.environment import Message, Task
-from service.rollout.prompts.rows import messages_of, read_rows
+from service.rollout.prompts.rows import messages_of, read_rows, row_place
 
 ENCODED = frozenset({"uid", "prompt", "env_class", "tools"})
 """Columns whose texts are written to prompts, logs and journals, so they must be valid UTF-8."""
@@ -40,7 +40,7 @@ limited."""
 
 
 def load_tasks(path: Path | str) -> list[Task]:
-    """All rows of the file as tasks, in order; an empty `env_class` means the configured environment.
+    """All rows of a data set as tasks, in order; an empty `env_class` means the configured environment.
 
     Raises:
         UserError: the file or a row is malformed; the message names row and column.
@@ -61,14 +61,14 @@ def task_of(tasks: Sequence[Task], uid: str, row: int) -> Task:
 
 
 def tasks_of(rows: Sequence[Any], path: Path) -> list[Task]:
-    """Convert the rows of the file `path` to tasks; errors as in `load_tasks`."""
+    """Convert the rows of the data set `path` to tasks; errors as in `load_tasks`."""
     if not rows:
         raise UserError(f"dataset {path}: there are no rows; give at least one prompt")
     tasks = []
     first_rows: dict[str, int] = {}
     for number, columns in enumerate(rows):
         if not isinstance(columns, Mapping):
-            raise UserError(f"dataset {path}, row {number}: a row is an object with columns, not {columns!r:.80}")
+            raise UserError(f"{row_place(path, number)}: a row is an object with columns, not {columns!r:.80}")
         task = _task(columns, number, path)
         if (first := first_rows.setdefault(task.uid, number)) != number:
             raise _error(path, number, "uid", f"{task.uid!r} is the uid of row {first} too")
@@ -149,6 +149,8 @@ def _checked(column: str, value: Any, number: int, path: Path) -> Any:
         raise _error(path, number, column, f"no JSON: {error}") from error
     if value is None or isinstance(value, bool | int | float):
         return value
+    if isinstance(value, str) and len(value) <= COLUMN_BYTES and value.isascii():
+        return value
     if not is_shallow(value):
         raise _error(path, number, column, f"is nested too deeply; allowed are {MAX_DEPTH} levels")
     try:
@@ -164,4 +166,4 @@ def _checked(column: str, value: Any, number: int, path: Path) -> Any:
 
 
 def _error(path: Path, number: int, column: str, problem: str) -> UserError:
-    return UserError(f"dataset {path}, row {number}, column {column}: {problem}")
+    return UserError(f"{row_place(path, number)}, column {column}: {problem}")

@@ -20,7 +20,7 @@ from service.config.rollout import MADE_SET, ColumnsConfig, DataConfig, EnvConfi
 from service.errors import UserError
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import tasks_of
-from service.rollout.prompts.rows import MESSAGES, read_rows, write_rows
+from service.rollout.prompts.rows import MESSAGES, is_joined, read_rows, row_place, write_rows
 
 BOX = "\\boxed{"
 EVAL_SEED = 1 << 32
@@ -66,8 +66,8 @@ def eval_files(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> dic
 
 
 def _file_of(path: Path, columns: ColumnsConfig | None, renamed: Path) -> Path:
-    """The file itself, or its rows with the columns that Baton reads, written to `renamed`."""
-    if columns is None:
+    """The file itself; or the rows of several files, or with the columns that Baton reads, written to `renamed`."""
+    if columns is None and not is_joined(path):
         return path
     if not renamed.exists():
         rows = read_published(path, columns)
@@ -110,37 +110,37 @@ def _lengths(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str
 
 
 def read_published(path: Path, columns: ColumnsConfig | None) -> list[Any]:
-    """The rows of a file, with their columns renamed to those that Baton reads; a row that already has these columns is
-    unchanged.
+    """The rows of a data set, with their columns renamed to those that Baton reads; a row that already has these
+    columns is unchanged.
 
     Raises:
         UserError: the file cannot be read, or a row lacks a column or an answer.
     """
     rows = read_rows(path)
-    return rows if columns is None else [_row(row, columns, f"dataset {path}, row {n}") for n, row in enumerate(rows)]
+    return rows if columns is None else [_row(row, columns, path, number) for number, row in enumerate(rows)]
 
 
-def _row(row: Any, columns: ColumnsConfig, where: str) -> Any:
+def _row(row: Any, columns: ColumnsConfig, path: Path, number: int) -> Any:
     if not isinstance(row, Mapping):
         return row  # refused with the rows of all files
     found = dict(row)
     if columns.prompt in found:
         found["prompt"] = found.pop(columns.prompt)
     elif "prompt" not in found:
-        raise UserError(f"{where}: there is no column {columns.prompt!r} (data.columns.prompt), only {_names(row)}")
+        lacking = f"there is no column {columns.prompt!r} (data.columns.prompt), only {_names(row)}"
+        raise UserError(f"{row_place(path, number)}: {lacking}")
     if columns.ground_truth in found:
         text = str(found.pop(columns.ground_truth))
         answer = {"text": text, "hashes": after_hashes(text), "boxed": boxed(text)}[columns.answer]
         if not answer:
             raise UserError(
-                f"{where}, column {columns.ground_truth}: no answer of the form {columns.answer} (data.columns.answer) "
-                f"in {text[-80:]!r}"
+                f"{row_place(path, number)}, column {columns.ground_truth}: no answer of the form {columns.answer} "
+                f"(data.columns.answer) in {text[-80:]!r}"
             )
         found["reward_spec"] = {"method": "rule", "ground_truth": answer}
     elif columns.ground_truth is not None and not {"reward_spec", "reward_model"} & found.keys():
-        raise UserError(
-            f"{where}: there is no column {columns.ground_truth!r} (data.columns.ground_truth), only {_names(row)}"
-        )
+        lacking = f"there is no column {columns.ground_truth!r} (data.columns.ground_truth), only {_names(row)}"
+        raise UserError(f"{row_place(path, number)}: {lacking}")
     if columns.instruction and isinstance(found["prompt"], str) and not MESSAGES.match(found["prompt"]):
         found["prompt"] += f"\n{columns.instruction}"
     return found

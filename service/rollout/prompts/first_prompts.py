@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from service.config import DataConfig, EnvConfig, GeneratorConfig, ModelConfig
+from service.files import matching
 from service.model_folder import is_model_folder
 from service.rollout.chat.chat import Chat, MessagesRefused, load_chat
 from service.rollout.chat.tokenizer import make_tokenizer
@@ -25,7 +26,8 @@ def notes_of_prompts(
 ) -> list[str]:
     """Notes about too long prompts in a configuration's datasets; no notes if the rows or the tokenizer are not on this
     machine."""
-    files = [path for path in (data.train, *(part.path for part in data.mixture.values())) if path is not None]
+    paths = (data.train, *(part.path for part in data.mixture.values()))
+    files = [file for path in paths if path is not None for file in matching(path)]
     if not all(path.exists() for path in files) or not (model.make or (model.path and is_model_folder(model.path))):
         return []
     few = data.make_rows and data.model_copy(update={"make_rows": min(data.make_rows, LOOKED_AT)})

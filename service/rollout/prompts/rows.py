@@ -1,5 +1,9 @@
 """Reads rows from JSONL and parquet, and writes JSONL.
 
+A data set is a file, a folder of files, or a pattern of names such as `gsm8k/main/train-*.parquet`. The rows of several
+files follow each other in the order of the files' names. A folder that holds several splits or subsets is refused, and
+of a folder of Harbor's tasks each task is a row.
+
 A field that is null is left out, at every depth, because parquet gives each object the fields of all objects of its
 column. An object in a text is not changed.
 
@@ -22,9 +26,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from service.errors import UserError
-from service.files import atomic_file
+from service.files import atomic_file, matching
 from service.rollout.environment import is_text
 
+FORMS = (".jsonl", ".parquet")
+UNREAD = (".arrow", ".bz2", ".csv", ".gz", ".tsv", ".xz", ".zip", ".zst")
+"""Endings of files that may hold rows in another form."""
+SPLIT = re.compile(r"^(train|test|validation|valid|val|dev|eval)(?=[-_.])")
+"""The beginning of a file's name that says of which split it is."""
 BATCH_ROWS = 256
 """Rows that are expanded at once: parquet may store a long text once for all rows."""
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
@@ -32,20 +41,54 @@ MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
 
 
 def read_rows(path: Path) -> list[Any]:
-    """The rows of a JSONL or parquet file, without checks of their content; or a row for each of Harbor's tasks in a
-    folder.
+    """The rows of a data set, without checks of their content.
 
     Raises:
-        UserError: the file does not exist, or cannot be read.
+        UserError: a file does not exist, or cannot be read; or a folder holds more than one split or subset.
     """
+    return [row for file in _files_of(path) for row in _read(file)]
+
+
+def is_joined(path: Path) -> bool:
+    """True if a data set is several files of rows, or the file in a folder."""
+    files = _files_of(path)
+    return files != [path] and not files[0].is_dir()
+
+
+def row_place(path: Path, number: int) -> str:
+    """The place of a data set's row in a message: its file, and its number there. Reads several files once more."""
+    files = _files_of(path)
+    for file in files[:-1]:
+        if number < (n_rows := len(_read(file))):
+            return f"dataset {file}, row {number}"
+        number -= n_rows
+    return f"dataset {files[-1]}, row {number}"
+
+
+def _files_of(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return matching(path) or [path]
     if tasks := sorted(file.parent for file in path.glob("*/task.toml")):
-        return [_task_row(folder.resolve()) for folder in tasks]
-    if not path.is_file():
-        why = "is a folder; name its files in data.mixture" if path.is_dir() else "there is no such file"
-        raise UserError(f"dataset {path}: {why}")
-    if (read := {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)) is None:
-        raise UserError(f"dataset {path}: it ends in {path.suffix!r}; give a .jsonl or a .parquet file")
-    return read(path)
+        return tasks
+    inside = sorted(file for file in path.rglob("*") if "/." not in str(file).removeprefix(str(path)))
+    if packed := [file for file in inside if file.suffix in UNREAD]:
+        raise UserError(f"dataset {path}: {packed[0]} would not be read; give .jsonl or .parquet files")
+    found = [file for file in inside if file.suffix in FORMS]
+    sets = {(file.parent, *SPLIT.findall(file.name)[:1]) for file in found}
+    if len(sets) != 1:
+        names = " or ".join(sorted(str(Path(folder, "".join([*split, "*"]))) for folder, *split in sets))
+        raise UserError(f"dataset {path}: the folder has {f'several sets; give {names}' if sets else 'no such files'}")
+    return found
+
+
+def _read(file: Path) -> list[Any]:
+    if (file / "task.toml").exists():
+        return [_task_row(file.resolve())]
+    if not file.is_file():
+        raise UserError(f"dataset {file}: {'it is no plain file' if file.exists() else 'there is no such file'}")
+    if (read := {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(file.suffix)) is None:
+        raise UserError(f"dataset {file}: it ends in {file.suffix!r}; give a .jsonl or a .parquet file")
+    return read(file)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from service.config.rollout import ColumnsConfig, DataConfig, EnvConfig
 from service.errors import UserError
 from service.rollout.prompts.dataset import COLUMN_BYTES, load_tasks, rows_digest
+from service.rollout.prompts.files import read_published, train_file
 from service.rollout.prompts.rows import write_rows
 
 PROMPT = [{"role": "user", "content": "6 times 7?"}]
@@ -118,11 +122,38 @@ def test_a_file_that_is_no_dataset_is_refused(tmp_path: Path, name: str, content
         load_tasks(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rows\.jsonl: there is no such file"):
-        load_tasks(tmp_path / "rows.jsonl")
-    with pytest.raises(UserError, match="is a folder; name its files"):
-        load_tasks(tmp_path)
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_the_files_of_a_folder_or_of_a_pattern_are_one_data_set_in_the_order_of_their_names(
+    tmp_path: Path, form: str
+) -> None:
+    hub = tmp_path / "hub" / "data"
+    rows = [{"prompt": f"{number}?", "answer": f"#### {number}" if number < 4 else ""} for number in range(5)]
+    for shard, part in (("train-00001-of-00002", rows[3:]), ("train-00000-of-00002", rows[:3])):
+        file = hub / f"{shard}.{form}"
+        write_rows(file, part) if form == "jsonl" else pq.write_table(pa.Table.from_pylist(part), file)
+    (tmp_path / "hub" / "README.md").touch()
+    (tmp_path / "hub" / ".cache").mkdir()
+    (tmp_path / "hub" / ".cache" / "train.jsonl").touch()
+    (hub / "again").symlink_to(tmp_path / "hub")
+    for path in (tmp_path / "hub", hub / f"train-*.{form}"):
+        assert [task.prompt[0]["content"] for task in load_tasks(path)] == [f"{number}?" for number in range(5)]
+        with pytest.raises(UserError, match=rf"train-00001-of-00002\.{form}, row 1, column answer: no answer"):
+            read_published(path, ColumnsConfig(ground_truth="answer", answer="hashes"))
+    joined = train_file(DataConfig(train=tmp_path / "hub"), EnvConfig(), tmp_path / "run", 0)
+    assert [task.uid for task in load_tasks(joined)] == [f"hub-{number}" for number in range(5)]
+    (hub / "test-00000-of-00001.jsonl").touch()
+    with pytest.raises(UserError, match=rf"several sets; give {hub}/test\* or {hub}/train\*$"):
+        load_tasks(tmp_path / "hub")
+    (hub / "train-00002.jsonl.gz").touch()
+    with pytest.raises(UserError, match=r"train-00002\.jsonl\.gz would not be read"):
+        load_tasks(tmp_path / "hub")
+
+
+def test_what_is_no_file_of_rows_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name, why in (("rows.jsonl", "no such file"), ("rows-*", "no such file"), ("pipe.jsonl", "no plain file")):
+        with pytest.raises(UserError, match=rf"{re.escape(name)}: .*{why}$"):
+            load_tasks(tmp_path / name)
 
 
 def test_half_a_surrogate_pair_elsewhere_is_written_as_it_was_read(tmp_path: Path) -> None:
