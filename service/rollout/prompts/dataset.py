@@ -143,12 +143,12 @@ def _read_text(column: str, value: Any) -> Any:
 
 def _checked(column: str, value: Any, number: int, path: Path) -> Any:
     """The value of a column, read if it is JSON, if it is not too large and not nested too deeply."""
+    if value is None or type(value) in (bool, int, float):
+        return value
     try:
         value = _read_text(column, value)
     except (ValueError, RecursionError) as error:
         raise _error(path, number, column, f"no JSON: {error}") from error
-    if value is None or isinstance(value, bool | int | float):
-        return value
     if isinstance(value, str) and len(value) <= COLUMN_BYTES and value.isascii():
         return value
     if not is_shallow(value):
