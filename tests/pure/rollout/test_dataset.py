@@ -126,7 +126,7 @@ def test_a_file_that_is_no_dataset_is_refused(tmp_path: Path, name: str, content
 def test_the_files_of_a_folder_or_of_a_pattern_are_one_data_set_in_the_order_of_their_names(
     tmp_path: Path, form: str
 ) -> None:
-    hub = tmp_path / "hub" / "data"
+    (hub := tmp_path / "hub" / "data").mkdir(parents=True)
     rows = [{"prompt": f"{number}?", "answer": f"#### {number}" if number < 4 else ""} for number in range(5)]
     for shard, part in (("train-00001-of-00002", rows[3:]), ("train-00000-of-00002", rows[:3])):
         file = hub / f"{shard}.{form}"
