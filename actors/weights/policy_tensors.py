@@ -5,7 +5,7 @@
 
 `data` is a bucket of a safetensors file, or for transports from GPU to GPU an announcement: a JSON list of the tensors.
 
-An adapter's tensors have PEFT's names. For a model with `model.layers.0.self_attn.q_proj.weight` [out, in] they are:
+An adapter's tensors have PEFT's names. For a folder with `model.layers.0.self_attn.q_proj.weight` [out, in] they are:
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   [rank, in]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   [out, rank]
@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.config import LoraConfig
-from service.learn.model.adapter_folder import PREFIX
-from service.learn.model.lora import A, B
-from service.model_folder import model_config, open_weights, weight_files, weight_index
+from service.learn.model.adapter_folder import peft_names
+from service.learn.model.hf_checkpoint import stored_names
+from service.learn.model.hf_config import read_config
+from service.learn.model.policy_model import trained_shapes
 
 Octets = NDArray[np.uint8]
 
@@ -81,18 +82,6 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * dtype.itemsize
 
 
-def adapter_shapes(lora: LoraConfig, weights: Iterable[tuple[str, Sequence[int]]]) -> AdapterShapes:
-    """Return the names and shapes of the adapter's tensors, from the names and shapes of the model's weights."""
-    shapes: AdapterShapes = {}
-    for name, shape in weights:
-        module, _, kind = name.rpartition(".")
-        if kind == "weight" and module.rpartition(".")[2] in lora.targets and len(shape) == 2:
-            n_out, n_in = shape
-            shapes[PREFIX + module + A] = (lora.rank, n_in)
-            shapes[PREFIX + module + B] = (n_out, lora.rank)
-    return shapes
-
-
 class PolicySize(NamedTuple):
     """The number of elements in a publication of the policy, which is the whole model or its adapter."""
 
@@ -104,18 +93,12 @@ class PolicySize(NamedTuple):
 
     @staticmethod
     def of_folder(model_folder: Path, lora: LoraConfig | None = None) -> PolicySize:
-        """Return the size of the model in a Hugging Face folder, or, with `lora`, of an adapter of the model. Only the
-        headers of the files are read."""
-        shapes, index = list[tuple[str, Sequence[int]]](), weight_index(model_folder)
-        for path in weight_files(model_folder):
-            with open_weights(path, "numpy") as weights:
-                names = [name for name in weights.keys() if not index or index.get(name) == path]  # noqa: SIM118
-                shapes += [(name, weights.get_slice(name).get_shape()) for name in names]
-        size = PolicySize(0, bool(model_config(model_folder).get("tie_word_embeddings", False)))
-        if lora is not None:
-            adapter = adapter_shapes(lora, shapes)
-            return PolicySize(size.count(adapter.items()), size.tied, adapter)
-        return size._replace(elements=size.count(shapes))
+        """Return the size of the weights that are trained of the model in a Hugging Face folder, or, with `lora`, of an
+        adapter of the model. Other parts of a multimodal model do not count."""
+        config = read_config(model_folder)
+        shapes = trained_shapes(config, lora)
+        adapter = None if lora is None else peft_names(shapes, stored_names(model_folder))
+        return PolicySize(sum(map(math.prod, shapes.values())), bool(config.tie_word_embeddings), adapter)
 
     def count(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
         """Return the number of elements in tensors with these names and shapes; an output head that is tied to the

@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import save
 from transformers import PreTrainedModel
 
-from actors.weights.policy_tensors import AdapterShapes, adapter_shapes, checksum_of
+from actors.weights.policy_tensors import AdapterShapes, checksum_of
 from service.config import Config, LoraConfig, ModelConfig
 from service.errors import RunFailed
+from service.learn.model.adapter_folder import peft_names
+from service.learn.model.hf_checkpoint import Names
+from service.learn.model.policy_model import trained_shapes
 from service.rollout.engine import Sampling
 from service.types import PolicyVersion
 from tests.e2e.test_engine import (
@@ -25,7 +28,6 @@ from tests.e2e.test_engine import (
     of_workers,
     prompt,
     serving,
-    weights_of,
 )
 
 pytestmark = pytest.mark.slow
@@ -45,7 +47,7 @@ def base() -> PreTrainedModel:
 
 
 def shapes() -> AdapterShapes:
-    return adapter_shapes(LORA, [(name, weight.shape) for name, weight in weights_of(base()).items()])
+    return peft_names(trained_shapes(base().config, LORA), Names())
 
 
 def adapter(seed: int) -> Adapter:
@@ -151,7 +153,8 @@ def test_each_token_has_the_version_and_the_log_probability_of_the_adapter_that_
 def test_layers_that_the_model_lacks_are_refused_by_the_worker_and_the_old_adapter_goes_on(engine: Any) -> None:
     """vLLM itself would ignore them."""
     publish(engine, 254, adapter(254))
-    of_other_layers = adapter_shapes(LORA, [("model.layers.7.mlp.up_proj.weight", (4, 3))])
+    layer = "base_model.model.model.layers.7.mlp.up_proj"
+    of_other_layers = {f"{layer}.lora_A.weight": (6, 3), f"{layer}.lora_B.weight": (4, 6)}
     for reason in ray.get(engine.load_unknown.remote(of_other_layers)):
         assert "no layer with an adapter at model.layers.7.mlp.up_proj" in reason
     serves(engine, 254, merged(adapter(254)))

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import ray
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from service.config import ModelConfig, WeightsConfig
+from service.config import LoraConfig, ModelConfig, WeightsConfig
+from service.learn.learner import Learner
+from service.learn.model.adapter_folder import merge
 from service.rollout.engine import Generation, Sampling
 from service.types import PolicyVersion
 from tests.e2e.test_engine import ATOL, CONFIG, difference, logprobs, serving, update, weights_of
-from tests.families.engine import small_model
+from tests.families.engine import of_kind, small_model
+from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
@@ -93,3 +96,23 @@ def test_windows_sinks_and_layers_without_rope_are_sampled_as_computed_and_of_a_
     with serving(tmp_path, model, FEW) as engine:
         turns = ray.get([engine.generate.remote(prompt(seed), TURN, f"r{seed}") for seed in range(5)])
     assert max(difference(model, prompt(seed), turn, 1.0) for seed, turn in enumerate(turns)) < ATOL
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, targets=("q_proj", "down_proj"))])
+def test_of_a_multimodal_folder_the_engine_takes_the_weights_or_the_adapter_of_the_trainer(
+    local_ray: None, tmp_path: Path, lora: LoraConfig | None
+) -> None:
+    config = FEW.model_copy(update={"model": ModelConfig(dtype="float32", lora=lora)})
+    with serving(tmp_path / "base", small_model("gemma3", 0, multimodal=True), config) as engine:
+        learner = Learner(settings(trainer={"lr": 0.05}, lora=lora), tmp_path / "base", CPU, 0, 1)
+        assert learner.step(mini_batch([[made_rows(4, seed=61)]], trajectories=4)).applied
+        ray.get(update(engine, 1, learner.policy.weights()))
+        turn = ray.get(engine.generate.remote(prompt(0), TURN, "r"))
+    learner.policy.export(tmp_path / "exported")
+    if lora is not None:
+        merge(tmp_path / "exported", tmp_path / "base", tmp_path / "merged")
+    trained, base = (
+        of_kind(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32).eval()
+        for folder in (tmp_path / ("exported" if lora is None else "merged"), tmp_path / "base")
+    )
+    assert difference(trained, prompt(0), turn, 1.0) < 1e-3 < difference(base, prompt(0), turn, 1.0)

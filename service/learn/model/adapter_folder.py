@@ -3,6 +3,8 @@
 adapter_config.json          rank, alpha, target modules, the path of the base model
 adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...
                              and, in the header's metadata, the base model's fingerprint
+
+The name of a layer is that in the base model's folder, such as `model.language_model.layers.0` in a multimodal one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 from service.config.learn import LoraConfig
 from service.errors import UserError
 from service.files import atomic_folder, sync
-from service.learn.model.hf_checkpoint import write_beside_weights
+from service.learn.model.hf_checkpoint import Names, stored_names, write_beside_weights
 from service.learn.model.lora import merged
 from service.learn.model.sharding import shard_rows
 from service.model_folder import ADAPTER_CONFIG, INDEX, MODEL_CONFIG, weight_files
@@ -92,10 +94,10 @@ def refuse_other_shapes(
             )
 
 
-def peft_names(tensors: Mapping[str, Named]) -> dict[str, Named]:
-    """Add PEFT's prefix to the names of an adapter's tensors. The values may be whole tensors or a rank's rows of
-    them."""
-    return {PREFIX + name: tensor for name, tensor in tensors.items()}
+def peft_names(tensors: Mapping[str, Named], names: Names) -> dict[str, Named]:
+    """Give an adapter's tensors PEFT's names for a base model whose folder has the names `names`. The values may be
+    whole tensors, a rank's rows of them, or shapes."""
+    return {PREFIX + names.stored(name): tensor for name, tensor in tensors.items()}
 
 
 def write_adapter(folder: Path, base: Base, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
@@ -115,9 +117,12 @@ def write_adapter(folder: Path, base: Base, lora: LoraConfig, tensors: Mapping[s
         "alpha_pattern": {},
         **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out"), False),
     }
+    names = stored_names(Path(base.path))
+    if names.others:  # PEFT would look for targets in them
+        settings["exclude_modules"] = rf"(.*\.)?({'|'.join(names.others)})\..*"
     with atomic_folder(folder) as partial:
         (partial / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-        named = {name: tensor.contiguous() for name, tensor in peft_names(tensors).items()}
+        named = {name: tensor.contiguous() for name, tensor in peft_names(tensors, names).items()}
         save_file(named, partial / ADAPTER_WEIGHTS, {"format": "pt", FINGERPRINT: base.fingerprint})
         # safetensors creates files that only their owner may read
         shutil.copymode(partial / ADAPTER_CONFIG, partial / ADAPTER_WEIGHTS)
@@ -181,7 +186,8 @@ def _tensors(folder: Path, base: Base, shapes: Mapping[str, Sequence[int]] | Non
     try:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
-        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
+        names = stored_names(Path(base.path))
+        tensors = {names.of_model(name.removeprefix(PREFIX)): tensor for name, tensor in load_file(file).items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"model.adapter: {file} cannot be read: {error}") from error
     base.refuse_other(metadata.get(FINGERPRINT, base.fingerprint), str(folder))  # PEFT writes no fingerprint
@@ -204,14 +210,15 @@ def merge(adapter: Path, base: Path, folder: Path) -> None:
     Raises:
         UserError: the adapter is malformed or belongs to another base model.
     """
-    settings, tensors = adapter_settings(adapter), _tensors(adapter, Base.of(base))
+    names = stored_names(base)
+    tensors = {names.stored(name): tensor for name, tensor in _tensors(adapter, Base.of(base)).items()}
+    settings, given = adapter_settings(adapter), len(tensors)
     with atomic_folder(folder) as partial:
         for file in weight_files(base):
             save_file(merged(load_file(file), tensors, settings), partial / file.name, {"format": "pt"})
-        if tensors:
-            raise UserError(
-                f"{adapter} has {min(tensors)} without its counterpart in {base}; they do not belong together"
-            )
+        if tensors or not given:
+            left = min(tensors, default="no tensor")
+            raise UserError(f"{adapter} has {left} without its counterpart in {base}; they do not belong together")
         if (base / INDEX).is_file():
             shutil.copy2(base / INDEX, partial / INDEX)
         write_beside_weights(base, partial, torch.float32)

@@ -50,6 +50,8 @@ class Names(NamedTuple):
     """The folder's prefix in place of the model's prefix `model.`."""
     fused: bool = False
     """True if one stored weight holds all experts of a layer."""
+    others: tuple[str, ...] = ()
+    """Names of the other parts of a multimodal model, such as `vision_tower`."""
 
     @classmethod
     def of(cls, stored: Collection[str]) -> Names:
@@ -57,7 +59,9 @@ class Names(NamedTuple):
         last = EMBEDDING.removeprefix(BACKBONE)
         prefixes = [name.removesuffix(last) for name in stored if name.endswith("." + last)]
         fused = any(name.endswith(f".experts.{projection}") for name in stored for projection in PROJECTIONS)
-        return cls(min(prefixes, key=len, default=BACKBONE), fused)
+        names = cls(min(prefixes, key=len, default=BACKBONE), fused)
+        others = {name.removeprefix(BACKBONE).partition(".")[0] for name in stored if names.is_other(name)}
+        return names._replace(others=tuple(sorted(others)))
 
     def stored(self, name: str) -> str:
         """The folder's name for the model's weight `name`.
@@ -69,6 +73,16 @@ class Names(NamedTuple):
             return self.prefix + name.removeprefix(BACKBONE)
         # older folders have the head inside the language model, too
         return self.prefix.removesuffix(BACKBONE) + name if self.prefix.endswith(f".{BACKBONE}") else name
+
+    def of_model(self, stored: str) -> str:
+        """The model's name for a weight of a folder or of transformers' class of a multimodal model.
+
+        >>> Names("language_model.model.").of_model("model.language_model.norm.weight")
+        'model.norm.weight'
+        """
+        prefixes = (self.prefix, "model.language_model.", "language_model.model.")
+        found = next((prefix for prefix in prefixes if stored.startswith(prefix)), "")
+        return BACKBONE + stored.removeprefix(found) if found else stored
 
     def is_other(self, stored: str) -> bool:
         """True if a stored weight belongs to a part of a multimodal model other than the language model."""

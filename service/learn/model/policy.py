@@ -200,13 +200,13 @@ class Policy:
         whole = full_state_dict(parameters, self.dtype, self.device, self.rank, everywhere)
         if whole is None:
             return None
-        return self._names.split(whole) if self.lora is None else peft_names(whole)
+        return self._names.split(whole) if self.lora is None else peft_names(whole, self._names)
 
     def shards(self) -> dict[str, WeightRows]:
         """This rank's rows of each trained weight, under the names that `weights` uses. The rows are not copied, and
         keep the data type of the parameters."""
         rows = local_rows(self.master_weights.parameters)
-        return self._names.split_rows(rows) if self.lora is None else peft_names(rows)
+        return self._names.split_rows(rows) if self.lora is None else peft_names(rows, self._names)
 
     def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder, or the adapter as a PEFT folder in float32; every rank must call

@@ -25,9 +25,9 @@ import actors.engine.vllm_engine
 from actors.engine.vllm_engine import WARM_UP, VllmEngine, supports
 from actors.weights.memory import WeightMemory
 from actors.weights.part import Source
-from actors.weights.policy_tensors import ADAPTER_ID, PolicySize, adapter_shapes, encode_announcement
+from actors.weights.policy_tensors import ADAPTER_ID, PolicySize, encode_announcement
 from actors.weights.pulled import file_of
-from service.config import Config, LoraConfig, WeightsConfig
+from service.config import Config, WeightsConfig
 from service.errors import RunFailed, UserError, WeightsGone
 from service.rollout.engine import Generation, Sampling, validate_generation
 from service.types import MAX_SUPPORT, NO_VERSION, PolicyVersion
@@ -300,9 +300,8 @@ def by(transport: str, data: bytes) -> tuple[list[Source] | bytes, int]:
 
 def engine_with_adapter(folder: Path, **weights: Any) -> VllmEngine:
     """Serves 1.0 to begin with; its policy has an adapter of rank 2 on a layer from 3 to 4 numbers."""
-    engine, lora = engine_of(folder, **weights), LoraConfig(rank=2)
-    shapes = adapter_shapes(lora, [("layers.0.mlp.up_proj.weight", (4, 3)), ("norm.weight", (4,))])
-    engine._size = PolicySize(14, tied=False, adapter=shapes)
+    engine = engine_of(folder, **weights)
+    engine._size = PolicySize(14, tied=False, adapter={A: (2, 3), B: (4, 2)})
     engine._adapter = SimpleNamespace(lora_int_id=ADAPTER_ID)  # type: ignore[assignment]
     return engine
 

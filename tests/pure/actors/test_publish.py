@@ -22,8 +22,11 @@ from actors.weights.policy_tensors import (
     decode_announcement,
 )
 from actors.weights.pulled import WeightFile
-from service.config import Config, WeightsConfig, load_config
+from service.config import Config, LoraConfig, WeightsConfig, load_config
+from service.learn.learner import Learner
+from tests.families.engine import small_model
 from tests.pure.actors.fakes import on_ranks
+from tests.pure.learn.builders import settings
 
 WEIGHTS = {f"layers.{n}.weight": torch.full((2, n + 1), float(n), dtype=torch.bfloat16) for n in range(5)}
 SIZE = PolicySize(sum(tensor.numel() for tensor in WEIGHTS.values()), tied=False)
@@ -120,3 +123,15 @@ def test_a_rank_trains_all_weights_in_the_warm_start_and_publishes_then_the_adap
     assert PolicySize.of_folder(made).count(shapes_of(whole).items()) == PolicySize.of_folder(made).elements
     rank = loaded(config, tmp_path / "warm_start", adapter=True)
     assert shapes_of(rank) == PolicySize.of_folder(tmp_path / "warm_start", config.model.lora).adapter
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "glm4_moe"])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=3, targets=("q_proj",))])
+def test_engines_expect_what_the_trainer_of_a_folder_with_more_than_its_weights_sends(
+    tmp_path: Path, family: str, lora: LoraConfig | None
+) -> None:
+    """Image models and buffers."""
+    small_model(family, 0, multimodal=family != "glm4_moe").save_pretrained(tmp_path)
+    sent = Learner(settings(lora=lora), tmp_path, CPU, 0, 1).policy.weights()
+    assert sent is not None
+    PolicySize.of_folder(tmp_path, lora).check((name, tensor.shape) for name, tensor in sent.items())

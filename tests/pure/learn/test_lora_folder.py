@@ -1,6 +1,7 @@
 """Adapters on disk: PEFT's form, a start from one, and the merged weights that `baton export` writes."""
 
 import json
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from service.model_folder import ADAPTER_CONFIG
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.run.checkpoints import TRAINER, Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, FINAL
+from tests.families.engine import small_model as model_of_family
 from tests.pure.conftest import Refused
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, row_by_row, settings, small_model
 from tests.pure.learn.families import saved
@@ -84,6 +86,34 @@ def test_a_run_that_begins_with_an_adapter_computes_what_the_adapter_did(model_f
     begun = Learner(settings(lora=LORA, adapter=tmp_path / "adapter"), model_folder, CPU, 0, 1)
     masters = (one.policy.master_weights.tensors for one in (learner, begun))
     assert all(torch.equal(*pair) for pair in zip(*(each.values() for each in masters), strict=True))
+
+
+def test_an_adapter_of_a_multimodal_folder_has_the_names_of_the_folder_and_none_of_its_image_model(
+    tmp_path: Path,
+) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model_of_family("gemma3", 0, multimodal=True).save_pretrained(base)
+    learner = trained(base)
+    learner.policy.export(adapter)
+    tensors = load_file(adapter / ADAPTER_WEIGHTS)
+    assert all(name.startswith("base_model.model.language_model.model.layers.") for name in tensors)
+    excluded = json.loads((adapter / ADAPTER_CONFIG).read_text())["exclude_modules"]
+    layer = "layers.0.self_attn.q_proj"
+    of_peft = [f"model.{part}.{layer}" for part in ("vision_tower.encoder", "language_model")]
+    assert [bool(re.fullmatch(excluded, name)) for name in of_peft] == [True, False]
+    merge(adapter, base, tmp_path / "merged")
+    (row,) = made_rows(1, seed=3)
+    micro = learner.policy.to_device(mini_batch([[[row]]], trajectories=1).ranks[0][0])
+    ours = learner.policy.logprobs([micro])[0]
+    torch.testing.assert_close(ours, row_by_row(tmp_path / "merged", [row])[0], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(ours, learner.policy.base_logprobs([micro])[0], atol=1e-2)
+    classes = {name.replace("language_model.model.", "model.language_model."): of for name, of in tensors.items()}
+    save_file(classes, adapter / ADAPTER_WEIGHTS)  # as PEFT names them after the classes of transformers
+    begun = Learner(settings(lora=LORA, adapter=adapter), base, CPU, 0, 1)
+    assert torch.equal(begun.policy.logprobs([micro])[0], ours)
+    save_file({}, adapter / ADAPTER_WEIGHTS)
+    with pytest.raises(UserError, match="has no tensor"):
+        merge(adapter, base, tmp_path / "without_effect")
 
 
 def other_settings(folder: Path, **changed: Any) -> None:
