@@ -77,7 +77,8 @@ def _files_of(path: Path) -> list[Path]:
     sets = {(file.parent, *SPLIT.findall(file.name)[:1]) for file in found}
     if len(sets) != 1:
         names = " or ".join(sorted(str(Path(folder, "".join([*split, "*"]))) for folder, *split in sets))
-        raise UserError(f"dataset {path}: the folder has {f'several sets; give {names}' if sets else 'no such files'}")
+        has = f"several sets; give {names}" if sets else "no .jsonl or .parquet files"
+        raise UserError(f"dataset {path}: the folder has {has}")
     return found
 
 
