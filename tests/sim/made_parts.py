@@ -319,6 +319,9 @@ class SimHub(Living):
     async def forget(self, source: str) -> None:
         """Nothing is kept."""
 
+    async def binding(self) -> None:
+        """Nothing is known."""
+
 
 def free_images(holder: ImageHolder | None) -> None:
     """The memory of a dead process is free."""
