@@ -146,8 +146,9 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of communication libraries and of vLLM that the user has set, because a cluster's processes
-    inherit only those of their node; a line has their names, without the values, which may be secret."""
+    """Return the environment variables of communication libraries and of vLLM that the user has set, because a
+    cluster's processes inherit only those of their node. Their names are logged, not their values, which may be
+    secret."""
     found = {name: value for name, value in environment.items() if PASSED_ON.match(name) and name not in RAY_ENV}
     if found:
         say(f"environment variables for ranks and engines: {', '.join(sorted(found))}")

@@ -124,7 +124,7 @@ Limit = Annotated[int, Field(ge=1024, le=1 << 62)]
 
 
 class CommandLimits(Section):
-    """Limits of one run of a command. They contain mistakes; see SECURITY.md for walls."""
+    """Limits of one run of a command. They contain mistakes; for a sandbox see SECURITY.md."""
 
     seconds: Seconds = 1800.0
     """Seconds of a command's run. Then its processes are killed, and the result so far is scored."""

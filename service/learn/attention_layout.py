@@ -207,9 +207,9 @@ class Packing:
     def of_tree(
         order: PrefixOrder, slot_N: Int64s, offsets_R: Int64s, device: torch.device, variable_length: bool = False
     ) -> Packing:
-        """The packing of rows that share prefixes, where only the tokens after a row's shared prefix are queries. Rows
-        without such tokens are left out. `slot_N`: the slot of each token of the rows; `variable_length`: for the
-        variable-length kernel, which needs no buckets."""
+        """The packing of rows that share prefixes. Tokens of a shared prefix are only keys and values; the queries are
+        the tokens after the prefix. Rows without queries are left out. `slot_N`: each token's slot in the packing;
+        `variable_length`: whether the variable-length kernel is used, which needs no buckets."""
         lengths_R = np.diff(offsets_R)[order.row_R]
         new_R = lengths_R - order.shared_R
         computed_R = new_R > 0

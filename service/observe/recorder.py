@@ -63,8 +63,8 @@ class Trace:
         self._add({"ph": "C", "name": name, "ts": self._microseconds(time.monotonic()), "args": dict(values)})
 
     def take(self) -> bytes:
-        """The events since the last call, one per line, after lines that name the process and its rows; empty if there
-        are none."""
+        """The events since the last call, one per line, after lines that name the process and its rows in the timeline;
+        empty if there are no events."""
         events = [self._events.popleft() for _ in range(len(self._events))]
         if not events:
             return b""

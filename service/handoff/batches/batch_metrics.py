@@ -75,7 +75,7 @@ def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
 
 
 def staleness_metrics(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) -> dict[str, float]:
-    """Metrics of staleness; too stale tokens also by quarters of the trajectories (4: the longest ones)."""
+    """Metrics of staleness. Too stale tokens also by quartile of the trajectories by length (4: longest)."""
     sampled = int(np.count_nonzero(staleness_N >= 0))
     ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # tokens that were not sampled count as -1
     quarters = np.array_split(stale_G[np.argsort(sampled_G, kind="stable")], 4)

@@ -170,7 +170,7 @@ class Chat:
         """The token for characters that the tokenizer lacks; None if there is none, or it ends a turn (GPT-2)."""
 
     def notes(self, has_tools: bool) -> list[str]:
-        """What the template does not show of tools; `has_tools`: whether prompts may have tools."""
+        """Warnings about parts of tools that the template omits; `has_tools`: whether prompts may have tools."""
         answers = "answers of tools are messages of the user: the chat template refuses, drops or moves them"
         tools = "the chat template shows no tools: describe them in the messages"
         return [answers] * (self.tool_form.place == "user") + [tools] * (has_tools and not self.shows_tools)
