@@ -73,7 +73,19 @@ def test_the_examples_of_a_page_give_what_they_show(page: Path) -> None:
 
 
 OTHERS = {
-    *("curl", "docker", "export", "hf", "kubectl", "mkdir", "pip", "prometheus", "prometheus-alertmanager", "ray"),
+    *(
+        "curl",
+        "docker",
+        "export",
+        "harbor",
+        "hf",
+        "kubectl",
+        "mkdir",
+        "pip",
+        "prometheus",
+        "prometheus-alertmanager",
+        "ray",
+    ),
     *("sbatch", "scancel", "scontrol", "sky", "source", "srun"),
 }
 """Programs of others; `tests/e2e/test_monitoring.py`, `tests/deploy` and `tests/hosts/test_slurm.py` call them."""
