@@ -73,20 +73,8 @@ def test_the_examples_of_a_page_give_what_they_show(page: Path) -> None:
 
 
 OTHERS = {
-    *(
-        "curl",
-        "docker",
-        "export",
-        "harbor",
-        "hf",
-        "kubectl",
-        "mkdir",
-        "pip",
-        "prometheus",
-        "prometheus-alertmanager",
-        "ray",
-    ),
-    *("sbatch", "scancel", "scontrol", "sky", "source", "srun"),
+    *("apt-get", "curl", "docker", "export", "harbor", "hf", "kubectl", "mkdir", "pip", "podman", "printf"),
+    *("prometheus", "prometheus-alertmanager", "ray", "sbatch", "scancel", "scontrol", "sky", "source", "srun"),
 }
 """Programs of others; `tests/e2e/test_monitoring.py`, `tests/deploy` and `tests/hosts/test_slurm.py` call them."""
 
