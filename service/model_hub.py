@@ -27,7 +27,7 @@ def download(setting: str, named: Named, address: str, offline: bool, say: Calla
         UserError: the address is malformed, the hub has nothing there, or there is neither a network nor a cached copy.
     """
     found = ADDRESS.fullmatch(address)
-    of_dataset = named.kind == "file"
+    of_dataset = named.kind != "folder"
     if found is None or of_dataset != (found["file"] is not None):
         form = f"{HUB}org/name@revision" + (":file.parquet" if of_dataset else "")
         raise UserError(f"{setting}: {address:.200} is no address of a {named.what} on a hub; the form is {form}")

@@ -44,7 +44,7 @@ def cluster_of(folder: Path, buffer: dict[str, Any], trainer: dict[str, Any]) ->
     folder.mkdir(parents=True, exist_ok=True)
     write_address(folder, URL)
     return Cluster(
-        hub=SimpleNamespace(start=answering(URL), push=PUSH, life=LIVES),
+        hub=SimpleNamespace(start=answering(URL), push=PUSH, binding=answering(None), life=LIVES),
         buffer=SimpleNamespace(life=LIVES, **{name: answering(answer) for name, answer in buffer.items()}),
         generators=(),
         place=answering(None),

@@ -79,7 +79,7 @@ WRONG = {
     "config validate QUICKSTART env.options.colour=1": "'lookup' refuses them",
     "config validate QUICKSTART OWN model.path=ROWS": "model.path=ROWS: the model folder ROWS is a file",
     "config validate QUICKSTART OWN model.path=EMPTY": "model.path=EMPTY: the model folder EMPTY has no config.json",
-    "config validate QUICKSTART data.eval.dev=EMPTY": "data.eval.dev=EMPTY: the dataset EMPTY is a folder",
+    "config validate QUICKSTART data.eval.dev=EMPTY": "dataset EMPTY: the folder has no .jsonl or .parquet",
     "config validate QUICKSTART algorithm.teacher={} scorers.t={kind:\xa0teacher,model:\xa0EMPTY}": "scorers.t.model",
     "config validate QUICKSTART data.make_rows=null data.train=ROWS": "first needed by row 0",
     "config validate --confg x": "--confg (did you mean --config?); see baton config validate --help",

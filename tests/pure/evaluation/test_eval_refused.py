@@ -73,7 +73,7 @@ def test_paths_that_are_nothing_are_named_with_what_is_near(
     assert "one of its checkpoints: step_20, step_40" in said(run / "checkpoints")
     assert "no model (config.json), no run folder" in said(run / "logs")
     assert "no model (config.json), no run folder" in said(run / "config.yaml")
-    assert "is a folder; name its files in data.mixture" in said(run, f"data.eval.held_out={tmp_path}")
+    assert "the folder has several sets" in said(run, f"data.eval.held_out={tmp_path}")
     away = Path(shutil.copytree(run / "checkpoints/step_20", tmp_path / "step_20"))
     assert "lies in no run folder" in said(away)
     assert "give a configuration" in said(Path(shutil.copytree(run / "model", tmp_path / "model")))

@@ -105,7 +105,7 @@ def test_turns_say_who_spoke_and_what_they_were_given_later() -> None:
     assert [now.reward - then.reward for now, then in zip(spoken.turns, plain.turns, strict=True)] == [0.5, 0.0]
 
 
-@pytest.mark.parametrize(("bad", "line"), [("raises", 39), ("leaves", 44)])
+@pytest.mark.parametrize(("bad", "line"), [("raises", 37), ("leaves", 42)])
 def test_what_a_users_code_raises_is_a_failure_with_file_and_line(tmp_path: Path, bad: str, line: int) -> None:
     with pytest.raises(ScorerFailed, match=rf"raised: .*\(mine.py:{line}\)$"):
         answered(tmp_path, use=f"{MINE}:{bad}")
