@@ -35,7 +35,7 @@ def test_prometheus_finds_the_rules_and_the_runs_from_its_configuration() -> Non
     for job in configuration["scrape_configs"]:
         for pattern in (file for found in job["file_sd_configs"] for file in found["files"]):
             inside = os.path.normpath(folder / pattern)
-            assert outside("prometheus", inside) == DEPLOY.parent / "runs" / ".prometheus" / "*.json"
+            assert outside("prometheus", inside) == DEPLOY.parent / "runs" / ".prometheus" / "[^.]*.json"
 
 
 def test_grafana_finds_dashboards_and_the_datasource_by_its_name() -> None:
