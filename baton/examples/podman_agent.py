@@ -3,10 +3,11 @@
     env:
       name: baton.examples.podman_agent:InPodman
       trusted_modules: [baton.examples]
-      options: {image: "localhost/mine:1", agent: 'my-agent "$PROMPT"', score: grep -qx blue colour.txt}
+      options: {image: "localhost/mine:1", agent: 'my-agent "$PROMPT"', score: '[ "$(cat colour.txt)" = blue ]'}
 
 Both commands run in a shell of the container: the agent with the session's address and key, then the score without
 them. The score's exit code 0 is the reward 1, and 1 the reward 0; with any other the trajectory is attempted again.
+So a score must end with 1 if the agent left no file: `grep` would end with 2.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Container
 from contextlib import suppress
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -23,6 +25,10 @@ from uuid import uuid4
 from baton import AgentSession, Task
 
 WALLS = ["--network=none", "--http-proxy=false", "--cap-drop=all", "--security-opt=no-new-privileges"]
+OF_AGENT = {*range(256)} - {125}
+"""Exit codes of the agent; 125: podman itself failed."""
+KEPT = 1 << 20
+"""Bytes of output and of errors that are kept, from the end."""
 LISTEN = """import socket, sys
 listener = socket.create_server((sys.argv[1], int(sys.argv[2])))
 socket.send_fds(socket.socket(fileno=0), [b" "], [listener.fileno()])"""
@@ -49,9 +55,12 @@ class InPodman:
             await podman("run", "--detach", "--rm", "--name", name, *WALLS, *self.limits, self.image, "sleep", "999999")
             _, pid = await podman("inspect", "--format", "{{.State.Pid}}", name)
             listener = await asyncio.to_thread(listening_in, int(pid), url.hostname or "", url.port or 80)
-            async with await asyncio.start_server(forward, sock=listener):
+            server = await asyncio.start_server(forward, sock=listener)
+            try:
                 shell = (*(f"--env={variable}" for variable in given), name, "sh", "-c", self.agent)
-                code, said = await podman("exec", *shell, variables=given, allowed=range(125))
+                code, said = await podman("exec", *shell, variables=given, allowed=OF_AGENT)
+            finally:
+                server.close()  # without waiting for its connections, which end with the container
             if code:
                 session.finish(None, "failed", transcript=said, exit_code=code)
             else:
@@ -80,12 +89,23 @@ async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.close()
 
 
-async def podman(*words: str, variables: dict[str, str] | None = None, allowed: range = range(1)) -> tuple[int, str]:
-    """Run podman; returns its exit code, which must be among the allowed ones, and its output."""
+async def last(stream: asyncio.StreamReader | None) -> str:
+    """The end of what a program writes."""
+    kept = b""
+    while stream and (data := await stream.read(1 << 16)):
+        kept = (kept + data)[-KEPT:]
+    return kept.decode(errors="replace")
+
+
+async def podman(
+    *words: str, variables: dict[str, str] | None = None, allowed: Container[int | None] = (0,)
+) -> tuple[int, str]:
+    """Run podman; returns its exit code, which must be among the allowed ones, and the end of its output."""
     out, environment = asyncio.subprocess.PIPE, {**os.environ, **(variables or {})}
     process = await asyncio.create_subprocess_exec("podman", *words, stdout=out, stderr=out, env=environment)
     try:
-        said, problem = (text.decode(errors="replace") for text in await process.communicate())
+        said, problem = await asyncio.gather(last(process.stdout), last(process.stderr))
+        await process.wait()
     finally:
         if process.returncode is None:
             process.kill()

@@ -19,7 +19,7 @@ TASK = Task("p", (Message(role="user", content="Make the colour blue."),), "")
 ASK = """wget -q -O - --header "Authorization: Bearer $OPENAI_API_KEY" --header "Content-Type: application/json" \
 --post-data '{"model": "policy", "messages": [{"role": "user", "content": "Make the colour blue."}]}' \
 "$OPENAI_BASE_URL/chat/completions" """
-BLUE = "grep -qx blue colour.txt"
+BLUE = '[ "$(cat colour.txt)" = blue ]'
 
 
 async def played(house: House, agent: str, score: str = BLUE, deadline: float = 60.0, **options: str) -> Session:
@@ -37,9 +37,9 @@ async def test_an_agent_in_a_container_calls_the_policy_and_its_score_is_the_rew
     async with opened(bytes_chat) as house:
         house.say = lambda prompt: "blue"
         right = await played(house, f'{ASK} | sed \'s/.*"content": *"\\([a-z]*\\)".*/\\1/\' > colour.txt')
-        wrong = await played(house, "echo red > colour.txt")
+        wrong, none = await played(house, "echo red > colour.txt"), await played(house, "true")
     assert whole(house.steps) == house.prompts and len(house.prompts) == 1
-    assert [session.ended.result().reward for session in (right, wrong)] == [1.0, 0.0]
+    assert [session.ended.result().reward for session in (right, wrong, none)] == [1.0, 0.0, 0.0]
 
 
 async def test_the_container_reaches_the_session_alone_and_sees_no_other_secret(
@@ -55,7 +55,9 @@ async def test_the_container_reaches_the_session_alone_and_sees_no_other_secret(
     assert "eth" not in said and "in" not in said.splitlines()
 
 
-@pytest.mark.parametrize(("agent", "score", "why"), [("exit 3", BLUE, 3), ("true", "exit 2", None)])
+@pytest.mark.parametrize(
+    ("agent", "score", "why"), [("exit 3", BLUE, 3), ("kill -9 $$", BLUE, 137), ("true", "exit 2", None)]
+)
 async def test_a_container_that_fails_gives_no_reward(
     bytes_chat: Chat, agent: str, score: str, why: int | None
 ) -> None:
