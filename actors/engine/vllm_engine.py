@@ -370,8 +370,7 @@ def _sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
     asked = 0
     if sampling.temperature and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
         # one more than a support may have shows that it has more
-        fields["top_k"] = min(sampling.top_k or MAX_SUPPORT + 1, MAX_SUPPORT + 1)
-        asked = min(fields["top_k"] + TIES, vocab_size)
+        asked = min(min(sampling.top_k or MAX_SUPPORT, MAX_SUPPORT) + 1 + TIES, vocab_size)
     return SamplingParams(
         **fields,
         logprobs=asked,

@@ -18,10 +18,12 @@ from service.observe.summary import learning_summary
 WINDOW = 5
 """Number of last optimizer steps over which a metric is averaged. If a run has fewer, no metric is compared."""
 FLAT_STEPS = 200
-"""Number of optimizer steps from which a reward without gain is a symptom; it is judged after each of these many."""
+"""Number of optimizer steps from which a reward without gain is a symptom: neither over the run nor over the last of
+these many. It is judged anew every `FLAT_EVERY` steps."""
+FLAT_EVERY = 10
 Comparison = Literal["at least", "at most", "fallen to", "without gain for"]
 """How a metric compares with its threshold; `fallen to`: with its mean over the first steps, times the threshold;
-`without gain for`: the interval of its gain over the run, of at least so many steps, contains 0 or less."""
+`without gain for`: the interval of its gain, over so many steps and over the run, contains 0 or less."""
 
 
 class Symptom(NamedTuple):
@@ -78,9 +80,10 @@ class Diagnosis:
         if len(self._first) < WINDOW:
             self._first.append(line)
         self._rewards.append(line["reward/avg_raw_reward"])
-        if len(self._rewards) % FLAT_STEPS == 0:
-            lowest, _ = learning_summary(self._rewards, ())["reward_gain_interval"]
-            self._flat_steps = len(self._rewards) if lowest <= 0 else None
+        if len(self._rewards) >= FLAT_STEPS and len(self._rewards) % FLAT_EVERY == 0:
+            parts = self._rewards, self._rewards[-FLAT_STEPS:]
+            gains = any(learning_summary(part, ())["reward_gain_interval"][0] > 0 for part in parts)
+            self._flat_steps = None if gains else len(self._rewards)
         for name, said in [*self.found().items()][:1]:
             steps, first, words = self._was.get(name, (0, len(self._rewards), said))
             self._was[name] = steps + 1, first, words

@@ -145,7 +145,10 @@ def validate_generation(answer: Generation, prompt_length: int, max_tokens: int,
     if experts is not None and (experts.ndim != 3 or len(experts) > prompt_length + n_tokens or 0 in experts.shape[1:]):
         return f"{_shape(experts)} routed experts for {prompt_length} + {n_tokens} tokens"
     if answer.support_size is not None and (largest := int(answer.support_size.max(initial=0))) > MAX_SUPPORT:
-        return f"a token that was drawn from {largest} tokens or more: set generator.top_k, to at most {MAX_SUPPORT}"
+        remedy = (
+            f"set generator.top_k, to at most {MAX_SUPPORT}, or more tokens than generator.top_k are equally probable"
+        )
+        return f"a token that was drawn from {largest} tokens or more: {remedy}"
     if not n_tokens:
         ended = answer.sampled_end or answer.stop_reason == StopReason.LENGTH
         return f"no token, but the end {answer.stop_reason!r}" if ended else None

@@ -394,6 +394,16 @@ async def test_an_error_of_vllm_is_itself_unless_the_core_died_of_it(engine: Vll
     assert engine.running == 0
 
 
+@pytest.mark.parametrize(("top_k", "asked"), [(0, 521), (20, 29), (900, 521)])
+async def test_the_engine_samples_with_the_settings_and_not_from_the_likeliest_tokens_alone(
+    engine: VllmEngine, top_k: int, asked: int
+) -> None:
+    engine._vocab_size, llm_of(engine).completion = 2000, completion(token_ids=[], logprobs=None)
+    await engine.generate(PROMPT, Sampling(4, top_p=0.9, top_k=top_k), "r")
+    ((_, params),) = llm_of(engine).asked
+    assert (params.top_k, params.top_p, params.logprobs) == (top_k, 0.9, asked)
+
+
 def test_the_support_of_a_token_is_what_the_engine_could_have_drawn() -> None:
     out = -np.inf
     ids = np.array([[5, 7, 5, 2], [3, 3, 9, 8], [1, 4, 6, 0]], np.int32)  # the drawn token, then the likeliest

@@ -69,6 +69,10 @@ def test_a_reward_without_gain_in_hundreds_of_steps_is_named(gain: float, flat: 
         reward = 0.4 + 0.1 * (step % 2) + gain * step / FLAT_STEPS
         diagnosis.stepped(HEALTHY | {"reward/avg_raw_reward": reward})
     assert ("flat" in diagnosis.found()) is flat
+    for step in range(2 * FLAT_STEPS):  # the reward rises, and stays high
+        reward = 0.4 + 0.1 * (step % 2) + gain + min(step, 100) / 100
+        diagnosis.stepped(HEALTHY | {"reward/avg_raw_reward": reward})
+        assert step < 100 or diagnosis.found() == {}
 
 
 def test_the_cause_that_stood_longest_is_told_after_it_has_gone_also_by_a_resumed_run() -> None:
