@@ -274,10 +274,9 @@ class BufferActor(Supervised):
         """Return a sample of the trajectories that ended untrained since the last lease."""
         return self._lost.take()
 
-    async def scorer_failures(self) -> tuple[dict[tuple[str, str], str], dict[str, int]]:
-        """Return the message about the first failure for each (scorer, reason), and for each scorer the number of
-        groups refused since its last valid answer."""
-        return self._buffer.scoring.failures, dict(self._buffer.scoring.in_a_row)
+    async def scorer_failures(self) -> tuple[dict[tuple[str, str], str], dict[str, tuple[int, float]]]:
+        """Return the message about the first failure for each (scorer, reason), and `Scoring.refused`."""
+        return self._buffer.scoring.failures, self._buffer.scoring.refused()
 
     async def status(self) -> dict[str, Any]:
         """Return the status of the buffer."""

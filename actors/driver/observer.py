@@ -68,12 +68,14 @@ class RunObserver:
         lost = self._supervisor.lost()
         return self._waits_for + (f"; restarting: {', '.join(lost)}" if lost else "")
 
-    def scorers_failed(self, failures: Mapping[tuple[str, str], str], in_a_row: Mapping[str, int]) -> None:
+    def scorers_failed(
+        self, failures: Mapping[tuple[str, str], str], in_a_row: Mapping[str, tuple[int, float]]
+    ) -> None:
         """Name the scorers that fail; `RunFailed` if one gave no good answer about the groups of two mini-batches in a
-        row. For the arguments see `Scoring`."""
+        row, nor for `run.stall_deadline` if it gave some before. For the arguments see `Scoring`."""
         self._failures.name_scorers(failures)
-        for scorer, refused in in_a_row.items():
-            if refused >= 2 * self._config.trainer.mini_batch_size:
+        for scorer, (refused, seconds) in in_a_row.items():
+            if refused >= 2 * self._config.trainer.mini_batch_size and seconds >= self._config.run.stall_deadline:
                 why = "; ".join(f"{reason}: {text}" for (name, reason), text in failures.items() if name == scorer)
                 raise RunFailed(f"scorer {scorer} gave no good answer about {refused} groups in a row: {why}")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,8 @@ class Scoring:
         """The first failure for each scorer and reason, in words."""
         self.in_a_row: Counter[str] = Counter()
         """For each scorer, the number of groups refused since its last valid answer."""
+        self._refused_at: dict[str, float] = {}
+        """When the first of these groups was refused, of scorers that gave a valid answer before."""
         for group_id, group in list(record.ledger.state.groups.items()):
             for name in group.awaited:  # also of groups that are not finished yet
                 if name not in scorers and group.state in (*UNFINISHED, GroupState.SCORING):
@@ -146,11 +149,19 @@ class Scoring:
             return
         if self._scorers[scorer].fallback == "refuse":
             self._status[scorer].refused += 1
+            if not self.in_a_row[scorer] and self._status[scorer].scored:
+                self._refused_at[scorer] = time.monotonic()
             self.in_a_row[scorer] += 1
             self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.SCORER))
         else:
             self._status[scorer].fallbacks += 1
             self._add(events.Scored(group_id, scorer, fallback=reason))
+
+    def refused(self) -> dict[str, tuple[int, float]]:
+        """For each scorer, the number of groups refused since its last valid answer, and the seconds since the first of
+        them; infinite if it gave no valid answer yet."""
+        now = time.monotonic()
+        return {name: (many, now - self._refused_at.get(name, -math.inf)) for name, many in self.in_a_row.items()}
 
     def awaits(self, group_id: int, scorer: str) -> bool:
         ledger = self._record.ledger

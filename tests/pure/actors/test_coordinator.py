@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import math
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from actors.buffer.actor import LeasedBatch
 from actors.driver import coordinator as driving_loop
 from actors.driver.cluster import Cluster
 from actors.driver.coordinator import Coordinator
+from actors.driver.observer import RunObserver
 from actors.weights.part import TrainerLost
 from service.config import load_config
 from service.errors import RunFailed
@@ -212,3 +214,11 @@ def test_the_weights_of_the_best_evaluation_so_far_are_kept(tmp_path: Path) -> N
         *(("evaluated", 0), best, ("evaluated", 1), best),
         *(("evaluated", 2), ("evaluated", 3), ("export", tmp_path / "run" / "final")),
     ]
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(20.0, False), (600.0, True), (math.inf, True)])
+def test_a_scorer_ends_the_run_only_if_it_was_away_for_long_or_never_there(seconds: float, ends: bool) -> None:
+    config = load_config([], ["data.make_rows=8", "model.make={hidden_size: 128, num_layers: 2}"])
+    observer = SimpleNamespace(_failures=SimpleNamespace(name_scorers=lambda _: None), _config=config)
+    with pytest.raises(RunFailed, match="503") if ends else nullcontext():
+        RunObserver.scorers_failed(observer, {("judge", "http"): "503"}, {"judge": (999, seconds)})  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Scorers are asked within deadlines and attempts; what they do wrong costs the group that they were asked about."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -135,9 +136,13 @@ def test_a_group_that_pauses_before_its_next_attempt_keeps_no_worker(tmp_path: P
 
 def test_groups_refused_in_a_row_are_counted_until_the_next_good_answer(tmp_path: Path) -> None:
     world, _ = judged(tmp_path, lambda row, time: b"" if row < 5 else GOOD, attempts=1)
-    assert world.buffer.scoring.in_a_row == {"judge": 0} and world.buffer.status().scorers["judge"].refused == 5
+    scoring = world.buffer.scoring
+    assert scoring.in_a_row == {"judge": 0} and world.buffer.status().scorers["judge"].refused == 5
+    played(world, 1)
+    scoring.give_up(*scoring.pending("judge"), "judge", "http")
+    assert scoring.refused()["judge"][0] == 1 and 0 <= scoring.refused()["judge"][1] < 60
     world, _ = judged(tmp_path / "all", lambda row, time: b"", attempts=1)
-    assert world.buffer.scoring.in_a_row == {"judge": 6}
+    assert world.buffer.scoring.refused() == {"judge": (6, math.inf)}, "it never gave a valid answer"
 
 
 def test_no_more_groups_are_asked_about_at_once_than_there_are_workers(tmp_path: Path) -> None:
