@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 MADE = ".venv-harbor/bin/harbor"  # by `make harbor`
 FOLDER = "task_folder"
 """Column of a row with the path of its task."""
+PASSED = re.compile("HOME|LANG|TMPDIR|XDG_RUNTIME_DIR|(DOCKER|CONTAINERS?)_.*")
+"""Environment variables of this process that a server gets, because it writes them into tasks that name them."""
 POLL_SECONDS, ANSWER_SECONDS, OUTAGE_SECONDS, START_SECONDS = 1.0, 60.0, 60.0, 120.0
 """Seconds between two questions about a trial, for one answer, and until a server that does not answer is given up."""
 
@@ -57,13 +60,15 @@ class Trial:
         program: str = "harbor",
         trials: str = "trials",
         keep: Literal["failed", "all", "none"] = "failed",
+        variables: str = "",
     ) -> None:
         """`agent`: Harbor's name of an agent, or `module:Class`. `environment`: Harbor's name of a kind of environment.
 
         `model`: the model's name for the agent; empty for an agent without a model. `reward`: which of the verifier's
         numbers is the reward, if there are several. `job`: a file with further settings of a job, as for `harbor run`.
         `server`: address of a server that runs already, with its key in the variable HARBOR_API_KEY. Without it each
-        generator starts `program`, and `keep` says of which trials the folders stay in the folder `trials`.
+        generator starts `program`, and `keep` says of which trials the folders stay in the folder `trials`; tasks can
+        read the environment variables of the server, which has few, and those that `variables` names.
 
         Raises:
             UserError: the job's file cannot be read, or an option has another value.
@@ -78,6 +83,7 @@ class Trial:
         self._agent, self._environment, self._model = agent, environment, model
         self._reward, self._keep = reward, keep
         self._server, self._program, self._trials = server, program, Path(trials)
+        self._variables = variables.replace(",", " ").split()
 
     def check_task(self, task: Task) -> None:
         """Raise `ValueError` if the row is no task of Harbor."""
@@ -94,7 +100,7 @@ class Trial:
         """
         server = _Server(self._server, {"Authorization": f"Bearer {os.environ.get('HARBOR_API_KEY', '')}"})
         if not self._server:
-            server = await _started(self._program, self._trials)
+            server = await _started(self._program, self._trials, self._variables)
         timeout = aiohttp.ClientTimeout(ANSWER_SECONDS)
         async with aiohttp.ClientSession(server.url, headers=server.headers, timeout=timeout) as http:
             body, key = {"config": self.settings(session, task)}, {"Idempotency-Key": str(uuid4())}
@@ -177,7 +183,7 @@ _servers: dict[tuple[str, Path], tuple[subprocess.Popen[bytes], _Server]] = {}
 _starting = asyncio.Lock()
 
 
-async def _started(program: str, trials: Path) -> _Server:
+async def _started(program: str, trials: Path, variables: Collection[str]) -> _Server:
     """The server of this process, started if it does not run. It ends its trials and itself when this process ends."""
     async with _starting:
         if (known := _servers.get((program, trials))) is not None and known[0].poll() is None:
@@ -191,9 +197,10 @@ async def _started(program: str, trials: Path) -> _Server:
         key = secrets.token_urlsafe()
         words = ["setpriv", "--pdeathsig", "TERM", found, "serve", "--port", str(port), "--data-dir", str(data)]
         path = f"{Path(found).absolute().parent}:{os.environ.get('PATH', os.defpath)}"  # podman-compose is beside it
-        variables = {"HARBOR_TELEMETRY": "0", **os.environ, "HARBOR_API_KEY": key, "PATH": path}
+        passed = {name: os.environ[name] for name in os.environ if name in variables or PASSED.fullmatch(name)}
+        given = {"HARBOR_TELEMETRY": "0", **passed, "HARBOR_API_KEY": key, "PATH": path}
         with (data / "server.log").open("wb") as output:
-            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables)
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=given)
         server = _Server(f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"}, data)
         _servers[program, trials] = process, server
 

@@ -139,3 +139,17 @@ async def test_a_trial_that_is_not_awaited_any_more_is_cancelled(task: Task) -> 
             async with asyncio.timeout(0.5):
                 await Trial(server=server).play(session([]), task, 0)
         assert asked[1:] == [{"force": True}]
+
+
+async def test_the_server_that_a_generator_starts_gets_no_secret_but_those_that_are_named(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "E2B_API_KEY", "DOCKER_HOST", "HARBOR_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+    (program := tmp_path / "harbor").write_text('#!/bin/sh\nenv > "$0.env"\n')
+    program.chmod(0o755)
+    trial = Trial(program=str(program), trials=str(tmp_path / "trials"), variables="OTHER, E2B_API_KEY")
+    with pytest.raises(TrialFailed, match="harbor serve ended"):
+        await trial.play(session([]), task, 0)
+    given = dict(line.split("=", 1) for line in Path(f"{program}.env").read_text().splitlines())
+    assert {name for name, value in given.items() if value == "secret"} == {"E2B_API_KEY", "DOCKER_HOST"}
