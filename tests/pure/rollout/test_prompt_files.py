@@ -236,5 +236,6 @@ def test_the_validation_and_a_run_note_too_long_prompts(tmp_path: Path, capsys: 
         assert main([*validate, *overrides]) == 0
         assert told in capsys.readouterr().out
     assert main([*validate, *words[:2]]) == 0 and "note:" not in capsys.readouterr().out
-    prepare(load_config([QUICKSTART], words), tmp_path / "run")
-    assert f"NOTE {note}" in capsys.readouterr().out
+    prepare(load_config([QUICKSTART], [*words, "generator.top_p=0.9"]), tmp_path / "run")
+    said = capsys.readouterr().out
+    assert f"NOTE {note}" in said and "NOTE generator.top_k: set it" in said
