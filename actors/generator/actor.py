@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 import ray.exceptions
@@ -53,6 +53,7 @@ from service.types import PolicyVersion, Steps, TrajectoryEnd, TrajectoryId
 from service.user_code import enter_user_folder
 
 log = logging.getLogger(__name__)
+Done = TypeVar("Done")
 
 CHECK_SECONDS = 1.0
 """Seconds between two health checks of the engine."""
@@ -174,14 +175,16 @@ class Generator(ImageHolder, Supervised):
         async with asyncio.TaskGroup() as helpers:
             background = [helpers.create_task(self._vital(each)) for each in (outbox.run, self._watch_engine)]
             if self._player.agents is not None:
-                background.append(helpers.create_task(self._renew(claimer.incarnation, self._player.agents)))
+                renew = partial(self._renew, claimer.incarnation, self._player.agents)
+                background.append(helpers.create_task(self._vital(renew)))
             async with asyncio.TaskGroup() as groups:
                 while True:
                     # Sessions of agents that move need no room: most of the time they wait for their agents.
                     while self._is_full and not (self._player.resumes or claimer.leaves or claimer.arrived):
                         self._room.clear()
                         await self._room.wait()
-                    if (assignment := await claimer.next(self._room_for_groups)) is None:
+                    assignment = await self._vital(partial(claimer.next, self._room_for_groups))
+                    if assignment is None:
                         break
                     reason = claimer.waited_for
                     if (idle_seconds := self._activity.busy(reason)) is not None:
@@ -207,11 +210,11 @@ class Generator(ImageHolder, Supervised):
         if self._joined is not None:
             self._joined.claimer.has_room()
 
-    async def _vital(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _vital(self, work: Callable[[], Awaitable[Done]]) -> Done:
         """Do work whose failure ends this process. Then the agents' connections end without an answer, so that calls
         in progress go on in another generator."""
         try:
-            await work()
+            return await work()
         except Exception:
             self._player.abandon()
             raise

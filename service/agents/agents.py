@@ -22,7 +22,7 @@ from service.agents.conversation_tree import ConversationTree
 from service.agents.messages_and_replies import JsonCalls, ReplyParser
 from service.agents.server import Endpoint
 from service.agents.session import Outcome, Session, kept_transcript
-from service.agents.sessions import Sessions, session_key
+from service.agents.sessions import EVALUATION, Sessions, session_key
 from service.config.rollout import AgentsConfig
 from service.errors import UserError, in_one_line, last_lines
 from service.handoff.steps.info import packed_info
@@ -230,7 +230,7 @@ class Agents:
         tree = ConversationTree(self._chat, self.parser)
         name = "-".join(map(str, trajectory))
         if isinstance(trajectory, EvaluationId):  # may be played again, so the name is a new one
-            name = f"eval-{secrets.token_hex(8)}"
+            name = f"{EVALUATION}{secrets.token_hex(8)}"
         key, max_tokens = session_key(self._secret, name), self._config.max_tokens
         session = Session(trajectory, task.uid, tree, limits, max_tokens, sample, sink, name, key)
         self.sessions.add(session)

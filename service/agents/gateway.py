@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from io import BytesIO
 
@@ -28,10 +29,10 @@ from yarl import URL
 from service.agents.dialects.dialect import Refused
 from service.agents.listening import Listener
 from service.agents.policy_calls import COMMENT, dialect_of
-from service.agents.requests import BODY_SECONDS, NO_ROOM, STREAM, is_connected, key_of
+from service.agents.requests import BODY_SECONDS, NO_ROOM, ROOM_SECONDS, STREAM, error_answer, is_connected, key_of
 from service.agents.server import CLOSING
 from service.agents.session import MAX_BODY_BYTES
-from service.agents.sessions import name_of
+from service.agents.sessions import EVALUATION, name_of
 from service.rollout.run_secret import RunSecret
 from service.types import TrajectoryId
 
@@ -57,6 +58,14 @@ OWN_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """Headers that aiohttp would add to a request without them."""
 IN_PARTS_BYTES = 1 << 20
 """Bodies of at least this many bytes are sent in parts, so that they do not hold up the event loop."""
+KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * (ROOM_SECONDS + 10))),
+)
+"""Options of connections to generators, so that one to a lost host breaks. A live generator may read nothing of a large
+body for `ROOM_SECONDS`."""
 HELD, UNKNOWN, ENDED = 200, 401, 409
 """HTTP statuses of a generator's answer about a session: it is there, was never there, or ended there."""
 
@@ -77,11 +86,14 @@ class Gateway:
         self._holders: dict[str, str] = {}
         """Address of the generator that held a session last, by the session's name."""
         self._http: aiohttp.ClientSession | None = None
+        self._began = 0.0
+        """Time at which the gateway began to listen."""
 
     async def start(self, host: str, port: int) -> str:
         """Listen; returns the address."""
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
         self._http = aiohttp.ClientSession(connector=connector, auto_decompress=False, timeout=self._timeout)
+        self._began = asyncio.get_running_loop().time()
         app = web.Application(middlewares=[self._answered])
         app.router.add_route("*", "/{path:.*}", self._pass_on)
         return await self._listener.start(app, host, port, handler_cancellation=True, auto_decompress=False)
@@ -102,17 +114,19 @@ class Gateway:
         try:
             response = await handler(request)
         except Refused as refused:
-            headers = {"Retry-After": "1"} if refused.status == NO_ROOM else None
-            body = dialect_of(request.path).error(refused)
-            response = web.json_response(body, status=refused.status, headers=headers)
+            response = await error_answer(request, dialect_of(request.path), refused)
+        except web.HTTPException as unknown:  # no path, as in `OPTIONS *`
+            no_path = Refused(unknown.status, None, "there is no such path")
+            response = await error_answer(request, dialect_of(request.path), no_path)
+            response.force_close()
         except ConnectionError:  # the client has left, or cannot get the rest of its answer
             if request.transport is not None:
                 request.transport.abort()
             response = request.get(STREAM) or web.Response()
         except Exception:  # a bug
             log.exception("a request could not be passed on")
-            body = dialect_of(request.path).error(Refused(500, None, "the gateway failed"))
-            response = web.json_response(body, status=500)
+            failed = Refused(500, None, "the gateway failed")
+            response = await error_answer(request, dialect_of(request.path), failed)
         if response.status in CLOSING:
             response.force_close()
         return response
@@ -192,9 +206,11 @@ class Gateway:
                 if len(self._holders) > MAX_HOLDERS:
                     del self._holders[next(iter(self._holders))]
                 return held
-            if not await self._continues(name):
-                if ENDED in found:  # that generator answers a repeated end
-                    return found[ENDED]
+            is_over = not await self._continues(name)
+            if ENDED in found and (is_over or name.startswith(EVALUATION)):  # that generator answers a repeated end
+                return found[ENDED]
+            knows_all = 0 not in found and loop.time() > self._began + SILENT_SECONDS
+            if is_over and knows_all:
                 raise Refused(ENDED, None, "the session has ended")
             if loop.time() > deadline:
                 reason = f"no generator has held the session for {WAIT_SECONDS:.0f} s; send the request again"
@@ -213,10 +229,9 @@ class Gateway:
 
     async def _continues(self, name: str) -> bool:
         """Whether a session that no generator holds may be opened by one."""
-        parts = name.split("-")
-        if not all(part.isdecimal() for part in parts):  # of an evaluation: only its generator knows
+        if name.startswith(EVALUATION):  # only its generator knows
             return True
-        return await self._is_open(TrajectoryId(*map(int, parts)))
+        return await self._is_open(TrajectoryId(*map(int, name.split("-"))))
 
     @property
     def _client(self) -> aiohttp.ClientSession:
@@ -242,6 +257,15 @@ async def _read(request: web.Request) -> bytes:
     except web.RequestPayloadError as error:
         raise Refused(400, None, f"the body cannot be read: {error}") from error
     return b"".join(parts)
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket for a connection to a generator."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    for option in KEEP_ALIVE:
+        made.setsockopt(*option)
+    return made
 
 
 def _of_both_ways(headers: Mapping[str, str]) -> CIMultiDict[str]:

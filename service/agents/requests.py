@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -132,21 +132,27 @@ class Requests:
             yield read(raw) if len(raw) < LARGE_BYTES else await asyncio.to_thread(read, raw)
 
     async def refuse(self, request: web.Request, dialect: Dialect, refused: Refused) -> web.StreamResponse:
-        """Count and log a refused request, and answer it with an error in the form of the client's API. If a stream has
-        begun, the error is sent as an event."""
+        """Count and log a refused request; returns the answer to it."""
         self.refused[str(refused.status)] += 1
         if (session := request.get(SESSION)) is not None:
             is_call = "/rl/" not in request.path
             session.note_refusal(refused, request.headers.get("user-agent", "without a name"), is_call)
         elif self.refused.total() <= MAX_LOGGED:
             log.warning("a request without a session is refused: %s %s", refused.status, in_one_line(str(refused)))
-        stream: web.StreamResponse | None = request.get(STREAM)
-        if stream is None:
-            headers = {"Retry-After": "1"} if refused.status == NO_ROOM else None
-            return web.json_response(dialect.error(refused), status=refused.status, headers=headers)
+        return await error_answer(request, dialect, refused)
+
+
+async def error_answer(request: web.Request, dialect: Dialect, refused: Refused) -> web.StreamResponse:
+    """The answer to a refused request, in the form of the client's API. If a stream has begun, the error is sent as an
+    event."""
+    stream: web.StreamResponse | None = request.get(STREAM)
+    if stream is None:
+        headers = {"Retry-After": "1"} if refused.status == NO_ROOM else None
+        return web.json_response(dialect.error(refused), status=refused.status, headers=headers)
+    with suppress(ConnectionError):  # the client has left
         if is_connected(request):
             await stream.write(dialect.error_event(refused))
-        return stream
+    return stream
 
 
 def is_retry(request: web.Request) -> bool:

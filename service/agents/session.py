@@ -245,12 +245,15 @@ class Session:
 
         Raises:
             TimeoutError: no request came for `silence` seconds.
+            CancelledError: another generator continues the session; `moves` is true.
         """
         self.hear()
         while not self.ended.done():
             if (left := silence - self.silence) <= 0:
                 raise TimeoutError(f"no request of session {self.name} came for {silence:g} s")
             await asyncio.wait({self.ended}, timeout=left)
+        if self.moves:
+            raise asyncio.CancelledError
 
     def restore(self, steps: Steps) -> None:
         """Restore the calls that an earlier process sampled, from their `steps`, which the buffer accepted; then the
@@ -339,8 +342,7 @@ class Session:
 
     def check_open(self) -> None:
         """Raises `Refused` if the session has ended, `ConnectionResetError` if another generator may continue it."""
-        died = self.state == "closed" and not self.ended.cancelled() and self.ended.exception()
-        if self.moves or (died and not isinstance(died, TrajectoryFailed)):
+        if self.moves:
             raise ConnectionResetError("the session moves")
         if self.state != "open":
             raise Refused(409, None, f"the session is {self.state}")
@@ -392,12 +394,14 @@ class Session:
         self._abandon_calls()
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the session without a reward; calls that are being sampled are abandoned."""
+        """End the session without a reward; calls that are being sampled are abandoned. An error that is no
+        `TrajectoryFailed` ends this process, so that another generator continues the session."""
         if self.state != "open":
             return
         if error is None:
             self.ended.cancel()
         else:
+            self.moves = self.moves or not isinstance(error, TrajectoryFailed)
             self.ended.set_exception(error)
         self._abandon_calls()
 

@@ -4,8 +4,8 @@ ended before the generator restarted.
     finish(body) --> trajectory's end in the journal --> note the body in the file --> 200
     finish with the noted body again: 200; with another body: 409
 
-If the generator dies before the note is in the file, the restarted generator opens the session again, or, if the buffer
-has an end of the trajectory or has given it up, knows nothing of it and answers 401.
+If the generator dies before the note is in the file, the next generator opens the session again, or, if the buffer
+has an end of the trajectory or has given it up, knows nothing of it and answers 401; the gateway then answers 409.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from service.rollout.run_secret import RunSecret
 log = logging.getLogger(__name__)
 
 KEY_BYTES = 16
+EVALUATION = "eval-"
+"""Begins the names of the sessions of an evaluation, which the buffer does not know."""
 MAX_ENDED = 4096
 """Maximum number of ended sessions that are remembered."""
 

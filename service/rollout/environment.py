@@ -127,6 +127,7 @@ class AgentSession(Protocol):
 
         Raises:
             TimeoutError: no request came for `silence` seconds.
+            CancelledError: another generator continues the session; `moves` is true.
         """
 
     def finish(

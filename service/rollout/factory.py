@@ -73,7 +73,7 @@ class Environments:
         return hasattr(environment_class(name, self._config.trusted_modules), "play")
 
     def resumes(self, env_class: str = "") -> bool:
-        """True if an agent of this class continues its sessions in a restarted generator: it has `resume`."""
+        """True if an agent of this class continues its sessions in another generator: it has `resume`."""
         name = env_class or self._config.name
         if name == AGENT or self._processes is not None:
             return False

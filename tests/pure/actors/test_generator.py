@@ -33,7 +33,16 @@ from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, StepResult, Task
 from service.rollout.prompts.rows import write_rows
-from service.types import NO_VERSION, Int32s, PolicyVersion, StepGroup, TrajectoryEnd, TrajectoryId
+from service.types import (
+    NO_VERSION,
+    Int32s,
+    PolicyVersion,
+    Refusal,
+    RefusalReason,
+    StepGroup,
+    TrajectoryEnd,
+    TrajectoryId,
+)
 from tests.pure.actors.fakes import until
 
 
@@ -252,6 +261,18 @@ async def test_an_engine_that_could_not_load_serves_nobody_and_one_that_refused_
     await asyncio.sleep(0)
     await until(lambda: exits == codes)
     assert "baton_weight_sync_bytes_total" not in measured(generator)
+
+
+async def test_the_sessions_of_a_generator_whose_place_is_taken_move(
+    generator: Generator, tmp_path: Path, exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, abandoned = FakeBuffer(), list[bool]()
+    buffer.answers = [Refusal(RefusalReason.FENCED, "incarnation", 1)]  # type: ignore[list-item]
+    join(generator, Config(), tmp_path, buffer)
+    monkeypatch.setattr(generator._player, "abandon", lambda: abandoned.append(True))
+    with pytest.raises(RunFailed, match="refuses work"):
+        await generator.run()
+    assert abandoned
 
 
 async def test_a_generator_that_has_started_watches_its_event_loop(

@@ -14,13 +14,15 @@ import pytest_asyncio
 
 from service.agents import gateway as gateways
 from service.agents import policy_calls
+from service.agents.dialects.dialect import Refused
 from service.agents.gateway import Gateway
 from service.agents.session import MAX_BODY_BYTES
 from service.agents.sessions import session_key
+from service.errors import RunFailed
 from service.handoff.steps.tables import steps_table
 from service.rollout.chat.chat import Chat
 from service.types import Step, TrajectoryId
-from tests.pure.agents.endpoint import CHAT, SECRET, Client, House, connected, until, whole
+from tests.pure.agents.endpoint import CHAT, SECRET, Client, House, connected, events_of, until, whole
 from tests.pure.agents.talks import ALL, TALKS, ChatTalk
 
 
@@ -86,13 +88,14 @@ async def test_an_answer_is_the_same_through_the_gateway_whole_or_streamed(
 
 
 async def test_a_key_of_no_session_is_refused_without_a_generator_and_an_ended_one_by_the_buffers_word(
-    house: House, front: Front, http: aiohttp.ClientSession
+    house: House, front: Front, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = house.session()
     for key in ("", "3-0-0.", session.key[:-1], f"3-1-0.{session.key.partition('.')[2]}", "\u00e4.\u00e4"):
         status, reply = await Client(http, front, key).post(CHAT, {})
         assert status == 401 and reply["error"]["code"] == "invalid_api_key"
     await house.endpoint.stop()
+    monkeypatch.setattr(gateways, "SILENT_SECONDS", 0.0)
     front.ended.add(session.trajectory)  # a newer attempt replaced it, and its worker wakes up
     assert (await Client(http, front, session.key).post(CHAT, ChatTalk("age ?").body()))[0] == 409
     assert not house.steps
@@ -130,6 +133,62 @@ async def test_a_killed_gateway_is_back_at_its_address_and_a_repeated_call_is_th
     assert (await client.post(CHAT, talk.body()))[0] == 200 and len(house.steps) == 1
 
 
+async def test_a_finish_that_is_in_the_journal_is_answered_again_by_a_gateway_that_has_just_begun(
+    house: House, front: Front, http: aiohttp.ClientSession
+) -> None:
+    session, end = house.session(), ("/rl/sessions/x/finish", {"reward": 1.0})
+    client = Client(http, front, session.key)
+    assert (await client.post(*end))[0] == 200
+    house.sessions.remove(session)
+    front.ended.add(session.trajectory)
+    await front.again()
+    repeated = asyncio.create_task(client.post(*end))
+    await asyncio.sleep(0.3)
+    front.serve(house)
+    assert (await repeated)[0] == 200
+
+
+async def test_the_key_of_an_evaluation_that_has_ended_is_refused_at_once(
+    house: House, front: Front, http: aiohttp.ClientSession
+) -> None:
+    session = house.session()
+    session.name, session.key = "eval-0a", session_key(SECRET, "eval-0a")
+    house.sessions.finished(session, "")
+    assert (await Client(http, front, session.key).post(CHAT, ChatTalk("age ?").body()))[0] == 409
+
+
+async def test_a_refusal_after_a_stream_has_begun_is_an_event_of_it(
+    house: House, front: Front, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_calls, "KEEP_ALIVE_SECONDS", 0.02)
+    session = house.session()
+    house.accepting.clear()
+    streaming = asyncio.create_task(Client(http, front, session.key).stream(CHAT, ChatTalk("age ?").body()))
+    await until(lambda: house.steps)
+    await asyncio.sleep(0.1)
+    front.ended.add(session.trajectory)
+    monkeypatch.setattr(gateways, "SILENT_SECONDS", 0.0)
+    await house.endpoint.stop()
+    said = await streaming
+    assert said.startswith(policy_calls.COMMENT) and b"HTTP/1.1" not in said
+    assert "has ended" in events_of(said)[-1]["error"]["message"]
+
+
+async def test_work_elsewhere_goes_on_if_the_engine_dies(house: House) -> None:
+    session = house.session()
+    session.recorded = asyncio.get_running_loop().create_future()
+    house.say = lambda prompt: RunFailed("the engine died")
+    waiting = asyncio.create_task(session.until_finished(60.0))
+    async with aiohttp.ClientSession() as http:
+        assert (await Client(http, house, session.key).post(CHAT, ChatTalk("age ?").body()))[0] == 500
+    await asyncio.wait({waiting})
+    assert session.moves and waiting.cancelled()
+    house.sessions.remove(session)
+    with pytest.raises(Refused) as unknown:
+        house.sessions.find(session.key)
+    assert unknown.value.status == 401, "the session has not ended"
+
+
 async def test_an_answer_whose_client_has_left_is_undelivered(
     house: House, front: Front, http: aiohttp.ClientSession
 ) -> None:
@@ -154,6 +213,13 @@ async def test_no_request_reaches_another_host(house: House, front: Front) -> No
         status = int((await reader.read()).split(b" ")[1])
         writer.close()
         assert status in (200, 400, 404), target
+
+
+async def test_a_request_without_a_path_is_refused(front: Front) -> None:
+    reader, writer = await connected(front.address)
+    writer.write(b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 404")
+    writer.close()
 
 
 TURNS, SESSIONS, KILLS, PAUSE = 6, 12, 100, 0.05
