@@ -86,11 +86,12 @@ TASKS = {
 def make_tasks(folder: Path, image: str = BASE) -> None:
     """Write the folder of each task."""
     for name, task in TASKS.items():
+        silent = f"( {task.check} ) > /dev/null"
         files = {
             "task.toml": TOML,
             "instruction.md": f"{task.instruction} The current folder is /app.\n",
             "environment/Dockerfile": f"FROM {image}\nWORKDIR /app\n{task.prepare}\n",
-            "tests/test.sh": f"cd /app\nif {task.check}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n",
+            "tests/test.sh": f"cd /app\nif {silent}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n",
             "solution/solve.sh": f"cd /app\n{task.solution}\n",
         }
         for path, text in files.items():
