@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import ray
 import ray.exceptions
 
-from actors.calls import first_error, resolve_actor
+from actors.calls import first_error, log_failure, resolve_actor
 from actors.deaths import WATCHING, Supervised
 from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_engine import VllmEngine
@@ -129,9 +129,11 @@ class Generator(ImageHolder, Supervised):
         self._joined = await self._join()
         self._reporter.start()
         self._watch = LoopWatch()
-        if self._gateway is not None and (agents := self._player.agents) is not None:
+        gateway, agents = self._gateway, self._player.agents
+        if gateway is not None and agents is not None and gateway.front().url:
             await agents.listen()
-            self._announcing = asyncio.ensure_future(self._gateway.announce(self._name, agents.address))
+            self._announcing = asyncio.ensure_future(gateway.announce(self._name, agents.address))
+            log_failure(self._announcing, "the gateway is not told of this generator any more")
         return str(ray.get_runtime_context().get_node_id())
 
     @property

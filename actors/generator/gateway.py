@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
-import ray.exceptions
 
-from actors.calls import resolve_actor
+from actors.calls import ACTOR_FAILED, call, resolve_actor
 from actors.deaths import Supervised
 from actors.observe.actor_logs import keep_log
 from service.agents.agents import Front, is_loopback, named_errors, warn_if_open
@@ -23,6 +23,10 @@ from service.types import TrajectoryId
 GATEWAY = "gateway"
 ANNOUNCE_SECONDS = 1.0
 """Seconds between two messages of a generator that it serves; a restarted gateway knows all generators after them."""
+ASK_SECONDS = 10.0
+"""Maximum seconds for an answer of the gateway or the buffer; then it is asked again."""
+EXIT_SECONDS = 1.0
+"""Seconds until a gateway that cannot listen ends, so that Ray starts it again."""
 
 
 class GatewayAddress(NamedTuple):
@@ -58,8 +62,8 @@ class GatewayAddress(NamedTuple):
         """Tell the gateway again and again, until cancelled, that a generator serves at this address."""
         gateway = resolve_actor(GATEWAY)
         while True:
-            with suppress(ray.exceptions.RayActorError):  # it restarts
-                await gateway.serves.remote(generator, address)
+            with suppress(*ACTOR_FAILED):  # it restarts, or is slow
+                await call(gateway.serves, generator, address, who="the gateway", within=ASK_SECONDS)
             await asyncio.sleep(ANNOUNCE_SECONDS)
 
 
@@ -73,6 +77,7 @@ class GatewayActor(Supervised):
         self._buffer: Any = resolve_actor(buffer)
         self._gateway = Gateway(secret, self._continues, self._config.deadline)
         self._listening = asyncio.ensure_future(self._gateway.start(self._config.host, port))
+        self._listening.add_done_callback(self._end_if_deaf)
 
     async def start(self) -> None:
         """Wait until the gateway listens."""
@@ -85,4 +90,11 @@ class GatewayActor(Supervised):
         self._gateway.serves(generator, address)
 
     async def _continues(self, trajectory: TrajectoryId) -> bool:
-        return bool(await self._buffer.continues.remote(trajectory))
+        try:
+            return bool(await call(self._buffer.continues, trajectory, who="the buffer", within=ASK_SECONDS))
+        except ACTOR_FAILED:  # it restarts, or is slow: the request waits on
+            return True
+
+    def _end_if_deaf(self, listening: asyncio.Future[str]) -> None:
+        if not listening.cancelled() and listening.exception() is not None:
+            asyncio.get_running_loop().call_later(EXIT_SECONDS, os._exit, 1)

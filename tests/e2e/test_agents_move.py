@@ -31,7 +31,7 @@ class Work:
 
     def _look(self) -> None:
         while not self.is_over:
-            for file in self.folder.glob("*.json"):
+            for file in self.folder.glob("[!.]*.json"):
                 if file.stem not in self._known:
                     self._known.add(file.stem)
                     threading.Thread(target=self._play, args=(file,), daemon=True).start()

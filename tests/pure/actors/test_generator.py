@@ -1,6 +1,7 @@
 """A generator around an engine that is told what to do: files of weights, updates, and its own end."""
 
 import asyncio
+import socket
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import actors.generator.actor
+import actors.generator.gateway
 from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_engine import VllmEngine, WeightUpdate
 from actors.generator.actor import Generator, Membership
@@ -20,6 +22,7 @@ from actors.generator.outbox import Outbox
 from baton.examples import lookup
 from service.config import Config
 from service.config.core_settings import message_limits
+from service.config.rollout import AgentsConfig
 from service.errors import ProcessLost, RunFailed, WeightsGone
 from service.evaluation.scores import EvalShard
 from service.handoff.steps.tables import end_objects, trajectory_ids
@@ -33,6 +36,7 @@ from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, StepResult, Task
 from service.rollout.prompts.rows import write_rows
+from service.rollout.run_secret import RunSecret
 from service.types import (
     NO_VERSION,
     Int32s,
@@ -43,7 +47,7 @@ from service.types import (
     TrajectoryEnd,
     TrajectoryId,
 )
-from tests.pure.actors.fakes import until
+from tests.pure.actors.fakes import answering, died, until
 
 
 class FakeEngine:
@@ -273,6 +277,21 @@ async def test_the_sessions_of_a_generator_whose_place_is_taken_move(
     with pytest.raises(RunFailed, match="refuses work"):
         await generator.run()
     assert abandoned
+
+
+async def test_a_gateway_that_cannot_listen_ends_and_a_buffer_that_is_lost_ends_no_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    codes, gateways = list[int](), actors.generator.gateway
+    monkeypatch.setattr(gateways, "EXIT_SECONDS", 0.0)
+    monkeypatch.setattr(gateways.os, "_exit", codes.append)
+    buffer = SimpleNamespace(continues=answering(died()))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        gateway = gateways.GatewayActor(AgentsConfig().model_dump_json(), RunSecret(b"s"), port, buffer)  # type: ignore[arg-type]
+        await until(lambda: bool(codes))
+    assert await gateway._continues(TrajectoryId(1, 0))
+    await gateway._gateway.stop()
 
 
 async def test_a_generator_that_has_started_watches_its_event_loop(
