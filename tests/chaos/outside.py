@@ -17,8 +17,9 @@ from typing import Any
 
 AT_ONCE = 16
 CALLS = 2
-SILENCE = 30.0
-"""Seconds without a request after which a session is lost; a session that waits for a thread is silent too."""
+SILENCE = 120.0
+"""Seconds without a request after which a session is lost; longer than `STOP_SECONDS` of `real_pairs`, for which the
+outside agent may stand still."""
 PATIENCE = 120.0
 """Seconds for which a request is repeated."""
 
