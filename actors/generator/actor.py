@@ -217,7 +217,7 @@ class Generator(ImageHolder, Supervised):
         in progress go on in another generator."""
         try:
             return await work()
-        except Exception:
+        except Exception:  # raised again as it is: whatever failed, this process ends
             self._player.abandon()
             raise
 
