@@ -77,7 +77,7 @@ class GatewayActor(Supervised):
         self._buffer: Any = resolve_actor(buffer)
         self._gateway = Gateway(secret, self._continues, self._config.deadline)
         self._listening = asyncio.ensure_future(self._gateway.start(self._config.host, port))
-        self._listening.add_done_callback(self._end_if_deaf)
+        self._listening.add_done_callback(self._end_if_failed)
 
     async def start(self) -> None:
         """Wait until the gateway listens."""
@@ -95,6 +95,6 @@ class GatewayActor(Supervised):
         except ACTOR_FAILED:  # it restarts, or is slow: the request waits on
             return True
 
-    def _end_if_deaf(self, listening: asyncio.Future[str]) -> None:
+    def _end_if_failed(self, listening: asyncio.Future[str]) -> None:
         if not listening.cancelled() and listening.exception() is not None:
             asyncio.get_running_loop().call_later(EXIT_SECONDS, os._exit, 1)
