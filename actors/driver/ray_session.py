@@ -39,7 +39,7 @@ START_TRIES = 3
 """Maximum number of tries to start Ray. Ray's raylet ends if one of its agents is not up within 15 s, a limit that no
 setting changes (https://github.com/ray-project/ray/issues/65983). On a busy machine the next try is faster, because the
 files are cached."""
-LOOK_SECONDS, SILENT_SECONDS = 1.0, 40.0
+LOOK_SECONDS, SILENT_SECONDS = 0.2, 40.0
 """Seconds between two checks of Ray, and without its control store, which may be started again; Ray waits for 60."""
 RAYLET_ERRORS = "raylet.err"
 PASSED_ON = re.compile("(TORCH_)?NCCL_|UCX_|FI_|GLOO_|VLLM_")
