@@ -78,11 +78,11 @@ class Cluster:
 
 def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunSecret | None = None) -> Cluster:
     """Create every actor of the run, as soon as the cluster has room for ranks and engines. `RunFailed` if it has none
-    within `trainer.start_deadline`; `UserError` if GPUs are too few or unusable, or a node lacks files."""
+    within `run.start_deadline`; `UserError` if GPUs are too few or unusable, or a node lacks files."""
     gpus = gpus_each()
     _refuse_unfit_nodes(config, has_gpu=bool(gpus))
     bundles = run_bundles(config, gpus)
-    room = asyncio.run(reserve(bundles, config.trainer.start_deadline, say))
+    room = asyncio.run(reserve(bundles, config.run.start_deadline, say))
     data = (prepared.tasks_file, *prepared.eval_files.values())
     # each weight with its two moments in float32
     saved = 12 * PolicySize.of_folder(prepared.model_folder, config.model.lora).elements
@@ -100,7 +100,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunS
     )
     env, scored = engine_env(config.generator), (prepared.model_folder, prepared.tasks_file)
     scorers = place_scorers(config.scorers, config_json, *scored, env, has_gpu=bool(gpus))
-    starting = {"the scorers": partial(all_up, scorers.values(), config.generator.start_deadline)} if scorers else {}
+    starting = {"the scorers": partial(all_up, scorers.values(), config.run.start_deadline)} if scorers else {}
     buffer = (
         ray.remote(BufferActor)
         .options(name=BUFFER, **buffer_options(config))
@@ -126,7 +126,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunS
 
     async def place(number: int) -> Placed:
         own = [engine_bundle(config, gpus)]
-        of = await reserve(own, config.generator.start_deadline, lambda missing: None)
+        of = await reserve(own, config.run.start_deadline, lambda missing: None)
         try:
             await asyncio.to_thread(check_nodes, of, own, files)
             return Placed(generator(number, of, 0, max_restarts=0), of)

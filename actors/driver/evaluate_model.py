@@ -127,7 +127,7 @@ async def _evaluate(
 ) -> list[Evaluation]:
     gpus = gpus_each()
     bundles = [engine_bundle(config, gpus)] * config.generator.min_engines
-    room = await reserve(bundles, config.generator.start_deadline, say)
+    room = await reserve(bundles, config.run.start_deadline, say)
     await asyncio.to_thread(check_nodes, room, bundles, RunFiles.of(model, files.values()))
     engines: list[Any] = [
         ray.remote(Evaluator)
@@ -137,7 +137,7 @@ async def _evaluate(
     ]
     with phase("loading the model: engines start", say):
         await asyncio.gather(
-            *(call(engine.start, who="an engine", within=config.generator.start_deadline) for engine in engines),
+            *(call(engine.start, who="an engine", within=config.run.start_deadline) for engine in engines),
         )
     results = []
     for name, path in files.items():

@@ -74,7 +74,7 @@ async def _until_stopped(config: Config, model: Path, train: Rows, held_out: Hel
     with on_stop_signal(stopped.append, lambda number: os._exit(128 + number)):
         gpus = gpus_each()
         bundles = [rank_bundle(config, gpus)] * config.trainer.ranks
-        room = await reserve(bundles, config.trainer.start_deadline, say)
+        room = await reserve(bundles, config.run.start_deadline, say)
         await asyncio.to_thread(check_nodes, room, bundles, RunFiles.of(model, (), folder.path))
         trainer = place_trainer(config, gpus, room, hub=None)
         with phase("loading the model: trainer ranks start"):

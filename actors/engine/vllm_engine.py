@@ -99,9 +99,9 @@ class VllmEngine:
         Raises:
             UserError: model and KV cache do not fit into the free memory, or vLLM refuses the settings.
             RunFailed: vLLM did not start.
-            Starved: vLLM did not start within `generator.start_deadline`.
+            Starved: vLLM did not start within `run.start_deadline`.
         """
-        deadline = self._config.generator.start_deadline
+        deadline = self._config.run.start_deadline
         try:
             async with asyncio.timeout(deadline):
                 await self._start(version)

@@ -57,7 +57,7 @@ class GeneratorPool:
         supervisor: Supervisor,
         buffer: Any = None,
     ) -> None:
-        self._settings, self._max_restarts, self._buffer = settings, run.max_restarts, buffer
+        self._settings, self._run, self._buffer = settings, run, buffer
         self._telemetry, self._say, self._supervisor = telemetry, say, supervisor
         self._generators = {f"generator-{number}": generator for number, generator in enumerate(generators)}
         self._failures: Counter[str] = Counter()
@@ -94,7 +94,7 @@ class GeneratorPool:
 
     async def _start(self, name: str, generator: Any) -> None:
         self._supervisor.watch(name, partial(life_of, generator), self._settings.silent_deadline, BLOCKED)
-        within = self._settings.start_deadline + CALL_SECONDS
+        within = self._run.start_deadline + CALL_SECONDS
         self.weights.register(name, str(await call(generator.start, who=name, within=within)))
 
     async def run(self) -> None:
@@ -225,7 +225,7 @@ class GeneratorPool:
 
     def _count_failure(self, name: str, error: BaseException) -> None:
         self._failures[name] += 1
-        if (times := self._failures[name]) > self._max_restarts or isinstance(error, UserError):
+        if (times := self._failures[name]) > self._run.max_restarts or isinstance(error, UserError):
             raise RunFailed(f"{name} failed {times} times; the last time: {in_a_line(error)}") from error
 
     async def _came_up(self, name: str) -> BaseException | None:
@@ -235,7 +235,7 @@ class GeneratorPool:
                 await self._start(name, self._generators[name])
 
         try:
-            await started(start, self._settings.start_deadline)
+            await started(start, self._run.start_deadline)
         except BatonError as failed:
             return failed
         except ray.exceptions.RayActorError as down:

@@ -130,7 +130,7 @@ class TrainerRank(Supervised):
     def _joined(self, meeting_point: MeetingPoint) -> TCPStore:
         """Join the ranks' meeting point; rank 0 opens it."""
         # ranks import their packages and load their layers at different speeds
-        timeout = timedelta(seconds=self._config.trainer.start_deadline)
+        timeout = timedelta(seconds=self._config.run.start_deadline)
         is_first = self._rank == 0
         return TCPStore(*meeting_point, self._world_size, is_first, timeout=timeout, wait_for_workers=False)
 
@@ -167,7 +167,7 @@ class TrainerRank(Supervised):
                 rank=self._rank,
                 world_size=self._world_size,
                 # until the end of the trial, because ranks load and compile their layers at different speeds
-                timeout=timedelta(seconds=max(config.trainer.start_deadline, config.trainer.collective_deadline)),
+                timeout=timedelta(seconds=max(config.run.start_deadline, config.trainer.collective_deadline)),
             )
         where = Path(model_folder), self._device, self._rank, self._world_size
         settings = LearnSettings.of(config)

@@ -40,7 +40,7 @@ class TrainerGroup:
 
     def __init__(self, config: Config, ranks: Sequence[Any]) -> None:
         """Store the ranks, and the seconds in which they must start, and in which they must answer a later call."""
-        self._start_deadline, self._deadline = config.trainer.start_deadline, config.run.stall_deadline
+        self._start_deadline, self._deadline = config.run.start_deadline, config.run.stall_deadline
         # one call for all steps of the warm start, each of which may take as long as any other step
         self._warm_start_deadline = self._deadline * (config.model.warm_start.steps if config.model.warm_start else 0)
         self._ranks = list(ranks)

@@ -83,9 +83,7 @@ def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = N
         worst=worst_bytes(config, routing.token_bytes if routing else 0),
         batches=batch_settings(config),
         filters=filter_settings(config),
-        attempts=AttemptSettings(
-            buffer.max_attempts, buffer.step_deadline, buffer.on_group_deadline, buffer.group_deadline
-        ),
+        attempts=AttemptSettings(buffer.max_attempts, buffer.step_deadline, buffer.group_deadline),
         curriculum=None if curriculum is None else CurriculumSettings(curriculum.band, curriculum.outside),
         scorers={
             name: ScorerSettings(scorer.kind, scorer.weight, scorer.combine, scorer.fallback)

@@ -286,8 +286,6 @@ class GeneratorConfig(Section):
     engine_options: dict[str, JsonValue] = {}
     """Further arguments of vLLM's `AsyncEngineArgs`, such as `max_num_batched_tokens` or `pipeline_parallel_size`;
     docs/engine-options.md lists those that are refused."""
-    start_deadline: Seconds = 600.0
-    """Seconds in which an engine or a scorer must start."""
     request_deadline: Seconds = 300.0
     """Seconds in which an engine must generate one turn."""
     silent_deadline: Seconds = 60.0

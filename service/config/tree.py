@@ -88,6 +88,9 @@ class RunConfig(Section):
     stop_grace: Seconds = 600.0
     """Seconds from a stop signal, in which the run finishes its step and writes the final weights, until it is ended by
     force."""
+    start_deadline: Seconds = 600.0
+    """Seconds in which the cluster must have room; then those in which ranks must load, compile and try the largest
+    micro-batch, and an engine or a scorer must start."""
     stall_deadline: Seconds = 600.0
     """Seconds without a mini-batch after which the run fails."""
     store: str | None = None
@@ -165,11 +168,9 @@ class BufferConfig(Section):
     max_attempts: Positive = 3
     """Attempts of a trajectory. If its environment failed each time, the trajectory is lost; if its generators crashed
     or timed out, the group is refused."""
-    on_group_deadline: Literal["train_partial", "expire"] | None = None
-    """At the deadline of a group, train its complete trajectories (`train_partial`) or none (`expire`). None: groups
-    have no deadline."""
-    group_deadline: Seconds = 3600.0
-    """Seconds from a group's claim to its deadline."""
+    group_deadline: Seconds | None = None
+    """Seconds from a group's claim until only its complete trajectories are trained, or, if fewer than two are, none;
+    None: no deadline."""
     lease_deadline: Seconds = 1800.0
     """Seconds after which the groups of a leased mini-batch are leased again."""
     max_lease_attempts: Positive = 3

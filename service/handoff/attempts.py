@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from service.handoff.batches.filters import FilterSettings, examine
 from service.handoff.ledger import events
@@ -23,10 +22,8 @@ class AttemptSettings:
     max_attempts: int = 3
     step_deadline: float = 300.0
     """Seconds without progress after which a trajectory is restarted."""
-    on_group_deadline: Literal["train_partial", "expire"] | None = None
-    """How a group ends at its deadline: trained without unfinished trajectories, or expired; None: no deadline."""
-    group_deadline: float = 3600.0
-    """Seconds from a group's claim to its deadline."""
+    group_deadline: float | None = None
+    """Seconds from a group's claim to its deadline; None: no deadline."""
 
 
 class Attempts:
@@ -75,16 +72,15 @@ class Attempts:
         return True
 
     def end_overdue_groups(self, now: float) -> None:
-        """Apply `buffer.on_group_deadline` to groups past their deadline; by default groups have no deadline."""
-        issued_at, settings = self._record.ledger.issued_at, self._settings
-        while issued_at and settings.on_group_deadline is not None:
+        """Let groups past `buffer.group_deadline` go on without their unfinished trajectories, or expire."""
+        issued_at, deadline = self._record.ledger.issued_at, self._settings.group_deadline
+        while issued_at and deadline is not None:
             group_id, since = next(iter(issued_at.items()))
-            if now - since < settings.group_deadline:
+            if now - since < deadline:
                 break
             trajectories = self._record.ledger.state.groups[group_id].trajectories
             unfinished = tuple(s for s, trajectory in enumerate(trajectories) if not trajectory.complete)
-            partial = settings.on_group_deadline == "train_partial"
-            if not partial or not self._goes_on_without(group_id, unfinished, GROUP_DEADLINE):
+            if not self._goes_on_without(group_id, unfinished, GROUP_DEADLINE):
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, GROUP_DEADLINE))
 
     def restart_refused(self, message: StepGroup, refused: Refusal) -> None:

@@ -17,9 +17,6 @@ class LearnSettings:
     algorithm: AlgorithmConfig
     longest_row: int
     """Length in tokens of the longest row that the generator can make."""
-    verify_tolerance: float
-    """`weights.verify_tolerance`: absolute log-ratio of a token, in nats, above which engine and trainer count as
-    different."""
     max_steps: int
     seed: int
 
@@ -31,7 +28,6 @@ class LearnSettings:
             trainer=config.trainer,
             algorithm=config.algorithm,
             longest_row=config.generator.longest_row,
-            verify_tolerance=config.weights.verify_tolerance,
             max_steps=config.run.max_steps,
             seed=config.run.seed,
         )

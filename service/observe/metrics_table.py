@@ -222,7 +222,7 @@ STEP_KEYS: dict[str, str] = {
     "policy/by_staleness/<versions>/<name>": (
         "`is_ratio_mean`, `is_ratio_std`, `is_ratio_max`, `effective_sample_fraction`, `kl` or `clip_ratio` of those."
     ),
-    "policy/by_staleness/<versions>/differing_fraction": "Fraction of those beyond `weights.verify_tolerance`.",
+    "policy/by_staleness/<versions>/differing_fraction": "Fraction of those that differ by more than rounding.",
     "time": "When the step ended, in UTC, such as `2026-05-04T03:02:01.000+00:00`.",
     "bound_by": (
         "Most of the step's time: `generation` (the trainer waited), `training`, `weights`, `evaluation`, "

@@ -151,7 +151,7 @@ class LogprobCheck:
     the newest policy sampled.
 
     Under the same weights they differ by rounding only. Rounding in bfloat16 has rare outliers, which would dominate a
-    mean, so the check uses the fraction of tokens that differ by more than `weights.verify_tolerance`:
+    mean, so the check uses the fraction of tokens that differ by more than a tolerance, which depends on the type:
 
         differences 0.01 0.02 4.0 0.01 ... (100 tokens), tolerance 0.1   ->   0.01: rounding
         differences 0.2  0.3  0.1 0.25 ... (100 tokens), tolerance 0.1   ->   0.9: other weights
@@ -177,8 +177,8 @@ class LogprobCheck:
         root_mean_square = math.sqrt(2 * max(metrics[f"{FRESH}/kl"], 0.0))
         return (
             f"engine and trainer disagree about the newest policy in {self._disagreed} steps in a row: {differing:.0%} "
-            f"of {metrics[f'{FRESH}/tokens']:.0f} tokens differ by more than weights.verify_tolerance "
-            f"({self._weights.verify_tolerance:g} nats; root mean square about {root_mean_square:.2g}). {self._cause()}"
+            f"of {metrics[f'{FRESH}/tokens']:.0f} tokens differ by more than rounding (root mean square "
+            f"about {root_mean_square:.2g} nats). {self._cause()}"
         )
 
     def _cause(self) -> str:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SHORT = ["run.max_steps=3", "trainer.ranks=1", "generator.engines=1", "generator.gpu_memory_utilization=0.4"]
 SHORT += ["model.warm_start.steps=5", "metrics.port=0", "weights.verify=true"]
 SHORT += ["run.trajectories_per_step=64"]
-ADAPTER = ["model.lora={}", "model.dtype=bfloat16", "weights.verify_tolerance=0.1"]
+ADAPTER = ["model.lora={}", "model.dtype=bfloat16"]
 
 
 @pytest.mark.timeout(540)

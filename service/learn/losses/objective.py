@@ -54,7 +54,7 @@ from service.learn.attention_layout import to_device
 from service.learn.device_batch import DeviceBatch
 from service.learn.losses.correction import TrajectoryRatios, correct, over_trajectory, trajectory_ratios
 from service.learn.losses.policy_losses import LossInputs, LossTerms, check_terms, kl_term, loss_named
-from service.learn.losses.step_metrics import RatioMetrics, Sums
+from service.learn.losses.step_metrics import RatioMetrics, Sums, rounding
 from service.learn.model.logprob import TokenLogprobs
 from service.learn.settings import LearnSettings
 from service.types import Float64s, MiniBatch
@@ -108,7 +108,7 @@ class Objective:
         self._group = group
         self._loss = loss_named(algorithm.loss)
         self._corrects_trajectories = over_trajectory(algorithm.correction)
-        self._ratio_metrics = RatioMetrics(device, settings.verify_tolerance)
+        self._ratio_metrics = RatioMetrics(device, rounding(settings.model.dtype, device))
 
     @property
     def needs_current(self) -> bool:

@@ -56,6 +56,11 @@ class Sums:
         return [*names, *self._maxima]
 
 
+def rounding(dtype: str, device: torch.device) -> float:
+    """Nats by which two log-probabilities of a token may differ under the same weights of this type."""
+    return 0.1 if dtype == "bfloat16" else 0.01 if device.type == "cuda" else 0.001
+
+
 class RatioMetrics:
     """Metrics of the importance ratios (trained policy / rollout policy), over all tokens and by staleness."""
 

@@ -64,7 +64,7 @@ async def test_a_claim_gets_its_reason_when_its_time_is_over(tmp_path: Path, mon
 async def test_a_group_that_its_deadline_cuts_short_is_scored_although_nobody_calls(tmp_path: Path) -> None:
     settings = config(
         algorithm={"n_samples_per_prompt": 3},
-        buffer={"on_group_deadline": "train_partial", "group_deadline": 0.05},
+        buffer={"group_deadline": 0.05},
         trainer={"mini_batch_size": 1},
         scorers={"judge": {"use": "mine:judge"}},
     )

@@ -18,15 +18,13 @@ def half_finished(world: World, samples: int) -> Assignment:
     return work
 
 
-def world_with(tmp_path: Path, action: str, max_attempts: int = 3) -> World:
-    buffer = {
-        "on_group_deadline": action, "group_deadline": 50.0, "step_deadline": 1000.0, "max_attempts": max_attempts
-    }  # fmt: skip
+def world_with(tmp_path: Path, max_attempts: int = 3) -> World:
+    buffer = {"group_deadline": 50.0, "step_deadline": 1000.0, "max_attempts": max_attempts}
     return World(tmp_path, config(buffer=buffer, algorithm={"n_samples_per_prompt": 3}))
 
 
 def test_at_its_deadline_a_group_is_trained_with_the_trajectories_that_finished(tmp_path: Path) -> None:
-    world = world_with(tmp_path, "train_partial")
+    world = world_with(tmp_path)
     for _ in range(2):
         half_finished(world, samples=2)
     world.later(49)
@@ -41,12 +39,12 @@ def test_at_its_deadline_a_group_is_trained_with_the_trajectories_that_finished(
     assert world.closes() and violations(world.buffer.ledger) == []
 
 
-def test_at_its_deadline_a_group_expires_when_that_is_wanted(tmp_path: Path) -> None:
-    world = world_with(tmp_path, "expire")
-    half_finished(world, samples=2)
+def test_at_its_deadline_a_group_without_two_finished_trajectories_expires(tmp_path: Path) -> None:
+    world = world_with(tmp_path)
+    half_finished(world, samples=1)
     world.later(51)
     assert world.buffer.status().ended == {"expired/group_deadline": 1}
-    assert world.buffer.status().tokens["expired"] == 6
+    assert world.buffer.status().tokens["expired"] == 4
 
 
 def test_a_journal_at_its_bound_admits_nothing_and_goes_on_when_groups_were_trained(tmp_path: Path) -> None:

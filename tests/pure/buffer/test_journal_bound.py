@@ -33,7 +33,6 @@ def least_journals(draw: st.DrawFn) -> Config:
             "lookahead": draw(st.integers(0, 2)),
             "order": draw(st.sampled_from(["finished_first", "strict"])),
             "max_attempts": draw(st.integers(1, 3)),
-            "on_group_deadline": "expire",
             "group_deadline": 50.0,
             "step_deadline": 1000.0,
         },

@@ -8,14 +8,14 @@ from service.errors import ConfigError
 from service.learn.losses.step_metrics import RatioMetrics, Sums
 from service.observe.not_learning import FRESH, LARGEST_FRACTION, MIN_TOKENS, STEPS_IN_A_ROW, LogprobCheck
 
-VERIFY = WeightsConfig(verify=True, verify_tolerance=0.1)
+VERIFY = WeightsConfig(verify=True)
 
 
 def measured(differences: list[float]) -> dict[str, float]:
     """The metrics of fresh tokens whose two log-probabilities differ by these nats."""
     log_ratio_M = torch.tensor(differences, dtype=torch.float64)
     sums, none_M = Sums(torch.device("cpu"), 1), torch.zeros(len(differences), dtype=torch.int64)
-    RatioMetrics(torch.device("cpu"), VERIFY.verify_tolerance).add(sums, log_ratio_M, none_M.bool(), none_M)
+    RatioMetrics(torch.device("cpu"), 0.1).add(sums, log_ratio_M, none_M.bool(), none_M)
     totals = sums.totals()
     tokens = totals["tokens/0"]
     return {
@@ -36,7 +36,7 @@ def mismatches(steps: list[dict[str, float]], weights: WeightsConfig = VERIFY) -
 def test_tokens_that_differ_in_several_steps_in_a_row_are_said_with_their_number() -> None:
     *before, why = mismatches([DIFFER] * STEPS_IN_A_ROW)
     assert before == [None] * (STEPS_IN_A_ROW - 1)
-    assert why is not None and f"100% of {2 * MIN_TOKENS} tokens" in why and "0.1 nats" in why
+    assert why is not None and f"100% of {2 * MIN_TOKENS} tokens" in why and "0.25 nats" in why
 
 
 def test_the_reason_says_whether_they_ever_agreed() -> None:
