@@ -41,7 +41,7 @@ from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.steps.tables import steps_table
 from service.handoff.steps.values import StopReason
 from service.handoff.steps.wire import accepted_group
-from service.handoff.verbs import Assignment
+from service.handoff.verbs import LEAVES, Assignment
 from service.observe.loop_watch import LoopWatch
 from service.observe.measure import measure_states, measure_steps
 from service.observe.metrics import Metrics
@@ -344,7 +344,7 @@ class Generator(ImageHolder, Supervised):
         for trajectory in list(self._playing):
             self._cancel(trajectory)
         await outbox.flush()
-        await self._ask(self._buffer.leave, self._name, claimer.incarnation, "leaves")
+        await self._ask(self._buffer.leave, self._name, claimer.incarnation, LEAVES)
 
     async def stop(self) -> None:
         """End the open trajectories and the engine."""

@@ -217,8 +217,8 @@ class GeneratorPool:
             memory = "" if isinstance(failed, ProcessLost) else advice(why, name) or kernel_kills.clause(name)
             self._say(f"{name} failed ({why}{memory}); it starts again")
             ray.kill(self._generators[name], no_restart=False)
-            if self.up():  # others take over what it played, before its engine has loaded
-                await call(self._buffer.leave, name, None, "failed", who="the buffer")
+            # The first generator that is up takes over what it played, most of the time before its engine has loaded.
+            await call(self._buffer.leave, name, None, "failed", who="the buffer")
             failed = await self._came_up(name)
         if not self._ends(name):
             self._say(f"{name} is back")

@@ -38,18 +38,20 @@ class Attempts:
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         if self._record.ledger.state.draining is not None:
             self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
-        elif max(trajectories[sample].attempt for sample in samples) + 1 >= self._settings.max_attempts:
+        elif max(trajectories[sample].failures for sample in samples) + 1 >= self._settings.max_attempts:
             self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.MAX_ATTEMPTS))
         else:
             self._record.add(events.Restarted(group_id, samples, reason))
 
-    def leave(self, generator: str) -> None:
-        """Let other generators continue what a generator that has left did not finish, or start it again."""
-        ledger = self._record.ledger
+    def leave(self, generator: str, died: bool) -> None:
+        """Let other generators continue what a generator that has left did not finish, or start it again. A trajectory
+        moves after a death only if it may fail once more, because it may be what generators die of."""
+        ledger, most = self._record.ledger, max(self._settings.max_attempts, 2)
         moves = ledger.state.generators[generator].resumes and ledger.state.draining is None
         for group_id, samples in ledger.played_by(generator).items():
-            if moves:
-                self._record.add(events.Moved(group_id, tuple(samples)))
+            of = ledger.state.groups[group_id].trajectories
+            if moves and not (died and max(of[sample].failures for sample in samples) + 1 >= most):
+                self._record.add(events.Moved(group_id, tuple(samples), died))
             else:
                 self.restart(group_id, tuple(samples), "generator_left")
 
@@ -57,7 +59,7 @@ class Attempts:
         """Restart a failed trajectory; if it has no attempt left, or the run is ending, the group continues without it,
         or ends if fewer than two others remain."""
         state = self._record.ledger.state
-        can_restart = state.groups[group_id].trajectories[sample].attempt + 1 < self._settings.max_attempts
+        can_restart = state.groups[group_id].trajectories[sample].failures + 1 < self._settings.max_attempts
         if (can_restart and state.draining is None) or not self._goes_on_without(group_id, (sample,), reason):
             self.restart(group_id, (sample,), reason)
 

@@ -34,7 +34,7 @@ from service.handoff.prompt_order import Curriculum, Prompts
 from service.handoff.scoring import Scoring
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
-from service.handoff.verbs import Assignment, BufferStatus, Claim, Receipt, Wait, WaitReason
+from service.handoff.verbs import LEAVES, RESUMED, Assignment, BufferStatus, Claim, Receipt, Wait, WaitReason
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Sender, StepGroup, TrajectoryId
 
 
@@ -250,7 +250,7 @@ class Buffer:
             return
         self._record.add(events.Left(generator, member.incarnation, reason))
         self._waits.end(f"generator {generator}")
-        self._attempts.leave(generator)
+        self._attempts.leave(generator, died=reason not in (LEAVES, RESUMED))
 
     def covered(self, step: int, oldest_kept: int | None = None) -> None:
         """Record that a durable checkpoint covers `step`; trainers go back to `oldest_kept`, or to `step`, at most."""
@@ -264,9 +264,11 @@ class Buffer:
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
 
     def resume(self) -> None:
-        """Issue prompts again after `drain`."""
+        """Issue prompts again after `drain`, when a run is resumed, of which no generator lives."""
         if self.ledger.state.draining is not None:
             self._record.add(events.Drained(None))
+        for name, member in self.ledger.state.generators.items():
+            self.leave(name, member.incarnation, RESUMED)
 
     def end(self) -> None:
         """End the run: groups that no optimizer step used expire with the reason `run_end`."""

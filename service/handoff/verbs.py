@@ -82,6 +82,9 @@ class Wait(NamedTuple):
 
 ClaimAnswer = list[Assignment] | Wait | Refusal
 
+LEAVES, RESUMED = "leaves", "the run is resumed"
+"""Reasons why a generator is gone that are not its death."""
+
 
 class Receipt(NamedTuple):
     """The answer to a step group that was accepted now or before; valid once the journal of that moment is on disk."""

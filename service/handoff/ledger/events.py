@@ -199,6 +199,8 @@ class Moved(Event, frozen=True):
 
     group_id: int
     samples: tuple[int, ...]
+    died: bool = True
+    """Whether the generator died, perhaps because of one of the trajectories."""
 
 
 class Restarted(Event, frozen=True):

@@ -103,6 +103,7 @@ class Ledger:
             group = self.state.groups[new.group_id]
             trajectory = group.trajectories[new.sample]
             trajectory.indices.update(new.indices)
+            trajectory.deaths = 0
             trajectory.tokens += new.tokens
             trajectory.bad_tokens += new.bad_tokens
             trajectory.n_bytes += new.n_bytes
@@ -248,6 +249,7 @@ class Ledger:
         for sample in event.samples:
             trajectory = self.state.groups[event.group_id].trajectories[sample]
             trajectory.generator, trajectory.incarnation, trajectory.moved = None, 0, True
+            trajectory.deaths += event.died
             del self.since[event.group_id, sample]
             self.unassigned.setdefault(event.group_id, set()).add(sample)
 

@@ -55,6 +55,13 @@ class Attempt:
     """Whether the group continues without the trajectory."""
     moved: bool = False
     """Whether another generator began the attempt."""
+    deaths: int = 0
+    """Number of generators that died while they played the attempt, since its last step was accepted."""
+
+    @property
+    def failures(self) -> int:
+        """Number of attempts that have failed, counting each of the `deaths` as one."""
+        return self.attempt + self.deaths
 
     @property
     def complete(self) -> bool:

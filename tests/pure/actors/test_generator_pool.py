@@ -65,12 +65,16 @@ class World:
         self.supervisor = Supervisor(self.told.append, cause, is_death)
         telemetry = SimpleNamespace(metrics=SimpleNamespace(count=self.count))
         actors = self.generators, self.trainer, telemetry, self.told.append, self.supervisor
-        buffer = SimpleNamespace(leave=answering())
+        self.left = list[str]()
+        buffer = SimpleNamespace(leave=Method(self.leave))
         self.pool = GeneratorPool(generator, run, settings, *actors, buffer)  # type: ignore[arg-type]
 
     def count(self, name: str, by: float = 1.0) -> None:
         if name == "baton_weight_sync_failures_total":
             self.failed.append(True)
+
+    async def leave(self, name: str, incarnation: None, reason: str) -> None:
+        self.left.append(name)
 
     async def started(self) -> World:
         for generator in self.generators:
@@ -212,6 +216,15 @@ async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_
     assert [line for line in world.said if "takes" in line] == ["generator-0 takes 1:1 from /generator-0/1, checksum 0"]
     ended.set_result(None)
     await running
+
+
+async def test_what_the_only_generator_played_waits_for_any_before_it_is_back() -> None:
+    world = await World("memory", engines=1).started()
+    ready_to_fail(world, answering(asyncio.Future()))
+    running = asyncio.ensure_future(world.pool.run())
+    await until(lambda: world.left == ["generator-0"])
+    running.cancel()
+    await asyncio.wait([running])
 
 
 async def test_a_run_that_ends_waits_for_no_generator_that_cannot_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from service.errors import RunFailed
 from service.handoff.batches.estimators import ESTIMATORS
 from service.handoff.steps import wire
 from service.handoff.steps.tables import step_objects
-from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
+from service.handoff.verbs import LEAVES, Assignment, Receipt, Wait, WaitReason
 from service.types import (
     Float64s,
     Int64s,
@@ -252,6 +252,40 @@ def test_what_a_generator_of_sessions_left_unfinished_moves_with_the_steps_that_
     assert isinstance(second.claim(only_moved=True), Wait)
     again = second.claimed()
     assert (again.samples, again.attempts, again.moved) == ((0,), (1,), ())
+
+
+def test_a_request_of_which_every_generator_dies_ends_its_group_with_the_reason_and_the_run_goes_on(
+    world: World,
+) -> None:
+    one, other = (Generator(world.buffer, name, resumes=True) for name in ("g2", "g3"))
+    work = one.claimed()
+    of = TrajectoryId(work.group_id, 0)
+    for index in range(3):  # a generator that dies after a step did not die of the session
+        both = [step(of._replace(sample=sample), work.prompt_uid, index) for sample in work.samples]
+        assert isinstance(one.send(both), Receipt)
+        world.buffer.leave(one.name, None, "failed")
+        assert other.claimed().moved == work.samples
+        one, other = other, Generator(world.buffer, one.name, resumes=True)
+    world.buffer.leave(one.name, None, LEAVES)
+    assert other.claimed().moved == work.samples
+    buffer = world.crash()
+    for name in ("g4", "g5"):
+        other.buffer = buffer
+        buffer.leave(other.name, None, "failed")
+        assert buffer.ledger.continues(of) is (name == "g4")
+        other = Generator(buffer, name, resumes=True)
+        assert other.claimed().moved == (work.samples if name == "g4" else ())
+    assert buffer.status().ended == {"refused/max_attempts": 1} and world.closes()
+
+
+def test_the_first_generator_of_a_resumed_run_takes_over_the_sessions_of_all(world: World) -> None:
+    ones = [Generator(world.buffer, name, resumes=True) for name in ("g2", "g3")]
+    works = [one.claimed() for one in ones]
+    buffer = world.crash()
+    buffer.resume()
+    first = Generator(buffer, "g3", resumes=True)
+    assert [first.claimed().moved for _ in works] == [work.samples for work in works]
+    assert all(each.deaths == 0 for work in works for each in buffer.ledger.state.groups[work.group_id].trajectories)
 
 
 def test_a_trajectory_that_its_generator_renews_is_not_silent(world: World) -> None:

@@ -10,7 +10,7 @@ from service.rollout.environment import Message, Task
 from service.rollout.prompts.dataset import rows_digest
 from service.types import PolicyVersion, TrajectoryId
 from tests.invariant import fingerprint, violations
-from tests.pure.buffer.world import World, config, no_room_for_new_files, step
+from tests.pure.buffer.world import Generator, World, config, no_room_for_new_files, step
 from tests.recorded import KEPT
 
 
@@ -161,7 +161,7 @@ def test_a_run_that_had_ended_issues_prompts_again_when_it_is_resumed(world: Wor
     assert isinstance(answer := world.generator.claim(), Wait) and answer.reason is WaitReason.DRAINED
     world.buffer.resume()
     world.crash()
-    assert world.generator.claimed().group_id == 1
+    assert Generator(world.buffer).claimed().group_id == 1
     assert world.buffer.status().draining is None
     world.buffer.resume()
     assert violations(world.buffer.ledger) == []

@@ -21,7 +21,7 @@ from service.store.objects import Objects
 from service.store.uploads import Uploads
 from service.types import MiniBatch, PolicyVersion
 from tests.invariant import violations
-from tests.pure.buffer.world import World, config
+from tests.pure.buffer.world import Generator, World, config
 from tests.waiting import until
 
 WEIGHTS = "rank_0_of_1.safetensors"
@@ -72,6 +72,7 @@ class ScriptedRun:
             return
         resume_from.check_journal(self.world.journal.synced, folder / JOURNAL)
         self.world.buffer.resume()
+        self.world.generator = Generator(self.world.buffer)
         self.step = resume_from.step
         (self.weight,) = struct.unpack("<d", (self.checkpoints.path(self.step) / TRAINER / WEIGHTS).read_bytes())
         self.world.trainer_incarnation = self.world.buffer.join("trainer", "trainer", self.step)
