@@ -50,6 +50,11 @@ MAX_SUPPORT = 512
 """Maximum size of a support: the tokens among which the sampler drew a token."""
 
 
+def largest_support(top_p: float, top_k: int, min_p: float) -> int:
+    """Maximum size of a support under these settings of a sampler; 0: they leave out no token."""
+    return min(top_k or MAX_SUPPORT, MAX_SUPPORT) if top_p < 1 or top_k or min_p else 0
+
+
 class PolicyVersion(NamedTuple):
     """A version of the weights: (trainer incarnation, number of optimizer steps). Newer versions compare as greater."""
 

@@ -368,9 +368,9 @@ def _sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
 
     fields = asdict(sampling) | {"stop": list(sampling.stop), "stop_token_ids": list(sampling.stop_token_ids)}
     asked = 0
-    if sampling.temperature and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
+    if fields.pop("with_supports") and sampling.temperature and sampling.max_support:
         # one more than a support may have shows that it has more
-        asked = min(min(sampling.top_k or MAX_SUPPORT, MAX_SUPPORT) + 1 + TIES, vocab_size)
+        asked = min(sampling.max_support + 1 + TIES, vocab_size)
     return SamplingParams(
         **fields,
         logprobs=asked,

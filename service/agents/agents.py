@@ -30,7 +30,7 @@ from service.handoff.steps.values import ROLES, StopReason, packed_roles
 from service.observe.metrics import Metrics
 from service.rollout.agent_loop import TrajectoryResult, generate_turn
 from service.rollout.chat.chat import Chat
-from service.rollout.engine import AgentLimits, Engine, Generation
+from service.rollout.engine import AgentLimits, Engine, Generation, Sampling
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Task, TrajectoryFailed
 from service.rollout.run_secret import RunSecret, new_secret
@@ -219,12 +219,10 @@ class Agents:
 
     def session(self, trajectory: TrajectoryId, task: Task, sink: StepSink) -> Session:
         """Open the session of a trajectory, whose steps go to `sink`."""
-        limits = self.limits
-        if task.temperature is not None:
-            limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))
+        limits = self.limits.of_trajectory(trajectory, task.temperature)
 
-        async def sample(prompt_ids: Int32s, most: int, request_id: str) -> Generation:
-            of_call = replace(limits, sampling=replace(limits.sampling, max_tokens=most))
+        async def sample(prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
+            of_call = replace(limits, sampling=sampling)
             return await generate_turn(self._engine, prompt_ids, of_call, self._chat.vocab_size, request_id)
 
         tree = ConversationTree(self._chat, self.parser)

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, get_args
 
@@ -25,7 +26,7 @@ from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.steps.values import NEEDED, Role, StopReason, is_reward
 from service.rollout.agent_loop import experts_of
 from service.rollout.chat.chat import MessagesRefused
-from service.rollout.engine import AgentLimits, Generation
+from service.rollout.engine import AgentLimits, Generation, Sampling
 from service.rollout.environment import Status, TrajectoryFailed
 from service.rollout.plain_values import NotAllowed, plain_info, plain_reward
 from service.rollout.step_sinks import StepSink
@@ -48,9 +49,8 @@ SPENT = "Step budget exhausted."
 """The answer if a session has no room left for tokens or calls. An error with status 429 would make clients repeat the
 request."""
 
-Sample = Callable[[Int32s, int, str], Awaitable[Generation]]
-"""A function that samples: (ids of the prompt, maximum tokens of the response, id of the request) -> the sampled
-response."""
+Sample = Callable[[Int32s, Sampling, str], Awaitable[Generation]]
+"""A function that samples: (ids of the prompt, sampling parameters, id of the request) -> the sampled response."""
 
 
 class Outcome(NamedTuple):
@@ -285,6 +285,7 @@ class Session:
             return flying
         if (known := self.tree.replayed(body, is_retry, opened.tools)) is not None:
             return _done(known)
+        sampling = self._sampling_of(asked)
         if len(opened.prompt_ids) > self._limits.max_input_length:
             raise self.too_long(f"{len(opened.prompt_ids)} tokens")
         continued = opened.parent.path() if opened.parent is not None else ()
@@ -294,13 +295,22 @@ class Session:
         if left < 1 or self._calls >= self._limits.max_turns:
             self._cut = StopReason.LENGTH if left < 1 else StopReason.MAX_TURNS
             return _done(self.tree.unsampled(opened, SPENT))
-        most = min(left, self._limits.sampling.max_tokens, asked.max_tokens or left)
+        most = min(left, sampling.max_tokens, asked.max_tokens or left)
         self._tokens += (reserved := len(opened.carried_ids) + most + 1)
         self._calls += 1
-        task = asyncio.create_task(self._call(opened, body, most, reserved))
+        task = asyncio.create_task(self._call(opened, body, replace(sampling, max_tokens=most), reserved))
         self._flying[body] = task
         task.add_done_callback(partial(self._landed, body))
         return task
+
+    def _sampling_of(self, asked: CallRequest) -> Sampling:
+        """The sampling parameters of a request; raises `Refused` if the buffer keeps no room for its supports."""
+        own = self._limits.sampling
+        sampling, most = replace(own, **asked.truncation), own.max_support
+        if sampling.max_support > most:
+            room = f"at most {most} tokens to draw from: send top_k, or set" if most else "no supports: set"
+            raise Refused(400, next(iter(asked.truncation)), f"this run keeps room for {room} generator.top_k")
+        return sampling
 
     def opened(self, asked: CallRequest) -> PreparedCall:
         """Match the prompt of the request `asked` with the calls so far; returns the call to make, with its prompt.
@@ -409,11 +419,11 @@ class Session:
         for task in self._flying.values():
             task.cancel()
 
-    async def _call(self, opened: PreparedCall, body: str, most: int, reserved: int) -> AgentCall:
+    async def _call(self, opened: PreparedCall, body: str, sampling: Sampling, reserved: int) -> AgentCall:
         """Sample a call for which `reserved` tokens are reserved; any failure ends the session."""
         try:
             request_id = f"{self.trajectory}/{body}"
-            generation = await self._sample(opened.prompt_ids, most, request_id)
+            generation = await self._sample(opened.prompt_ids, sampling, request_id)
             async with self._in_order:
                 async with self.opening:
                     call = self.tree.add(opened, generation, body)

@@ -25,7 +25,7 @@ from service.config.section import (
     UserPath,
 )
 from service.handoff.steps.values import MAX_REWARD
-from service.types import MAX_SUPPORT
+from service.types import largest_support
 
 COLDEST, HOTTEST = 0.01, 100.0
 """Lowest and highest temperature in training. vLLM raises a lower temperature to COLDEST, and the trainer could then
@@ -294,8 +294,7 @@ class GeneratorConfig(Section):
     @property
     def max_support(self) -> int:
         """Maximum number of tokens among which the sampler draws; 0: it leaves out none."""
-        truncates = self.top_p < 1 or self.top_k or self.min_p
-        return min(self.top_k or MAX_SUPPORT, MAX_SUPPORT) if truncates else 0
+        return largest_support(self.top_p, self.top_k, self.min_p)
 
     @property
     def engine_gpus(self) -> int:

@@ -20,7 +20,6 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -66,8 +65,7 @@ async def run_trajectory(
 
     `frozen`: the models that play frozen roles; None if there are no frozen roles.
     """
-    if task.temperature is not None:
-        limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))
+    limits = limits.of_trajectory(trajectory, task.temperature)
     episode, info, failure = Episode(trajectory, task, limits, sink), Counter[str](), ""
     sides = {role: Conversation(limits.conversation, chat) for role in limits.roles}
     try:

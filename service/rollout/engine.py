@@ -4,7 +4,7 @@ limits of a trajectory."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -13,7 +13,18 @@ from service.config.rollout import EnvConfig, GeneratorConfig, RoleConfig
 from service.handoff.steps.values import StopReason
 from service.handoff.validate import LOGPROB_TOLERANCE
 from service.rollout.environment import MAIN
-from service.types import MAX_SUPPORT, Experts, Float32s, Ids, Int32s, Int64s, Uint16s
+from service.types import (
+    MAX_SUPPORT,
+    EvaluationId,
+    Experts,
+    Float32s,
+    Ids,
+    Int32s,
+    Int64s,
+    TrajectoryId,
+    Uint16s,
+    largest_support,
+)
 
 Mode = Literal["append", "rerender", "inline"]
 """How the prompt of the next turn is built (`service.rollout.chat.conversation`)."""
@@ -34,6 +45,13 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a turn and are part of the response."""
+    with_supports: bool = True
+    """Whether to report the supports of the tokens if the sampler truncates."""
+
+    @property
+    def max_support(self) -> int:
+        """Maximum size of a token's support; 0: nothing is left out."""
+        return largest_support(self.top_p, self.top_k, self.min_p)
 
     @staticmethod
     def of(config: GeneratorConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
@@ -70,6 +88,13 @@ class AgentLimits:
     conversation: Mode = "append"
     roles: Mapping[str, RoleConfig | None] = field(default_factory=lambda: {MAIN: None})
     """The roles that turns may have, with their settings; `main` has no settings."""
+
+    def of_trajectory(self, trajectory: TrajectoryId, temperature: float | None) -> AgentLimits:
+        """The limits of one trajectory, with the `temperature` of its task if that has one. Nobody trains on an
+        evaluation, so its turns have no supports."""
+        warmth = self.sampling.temperature if temperature is None else temperature
+        is_trained = not isinstance(trajectory, EvaluationId)
+        return replace(self, sampling=replace(self.sampling, temperature=warmth, with_supports=is_trained))
 
     @property
     def max_length(self) -> int:

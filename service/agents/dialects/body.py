@@ -2,7 +2,7 @@
 
     {"messages": [{"role": "user", "content": 5}]}   400   messages[0].content: Expected `str | array | null`, got `int`
     {"messages": [...], "logit_bias": {"5": 1}}      400   logit_bias: what is sampled is the trained distribution
-    {"messages": [...], "top_k": 5, "x": 1}          read; `top_k` and `x` change nothing, and the answer names them
+    {"messages": [...], "seed": 5, "x": 1}           read; `seed` and `x` change nothing, and the answer names them
 
 A schema is a struct. Fields of a request that the struct does not have change nothing, except the fields in `REFUSED`.
 """
@@ -54,7 +54,22 @@ class ToolChoice(Struct):
     type: Name
 
 
-class CommonFields(Struct, kw_only=True):
+class Truncation(Struct, kw_only=True):
+    """Fields with which a request lets the sampler leave out tokens."""
+
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    """0 and -1: all tokens."""
+    min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
+
+    @property
+    def truncation(self) -> dict[str, Any]:
+        """The fields that the request has, by their names in `Sampling`."""
+        given = {"top_p": self.top_p, "top_k": self.top_k and max(self.top_k, 0), "min_p": self.min_p}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class CommonFields(Truncation, kw_only=True):
     """Fields that requests of all dialects except `generate` share."""
 
     model: str | None = None
@@ -91,6 +106,7 @@ class _Unless(NamedTuple):
 
 ONE = _Unless((1,), "one call gives one answer")
 SAMPLED = _Unless(({}, []), "what is sampled is the distribution that is trained")
+PENALTY = _Unless((0, 0.0), SAMPLED.reason)
 WHOLE = _Unless((), "send the whole conversation; its tokens are found by its messages")
 NO_THREAD = "thread_unsupported_request"
 """An error code for a request that names a stored conversation. Anthropic's SDK then sends the whole conversation."""
@@ -100,6 +116,9 @@ REFUSED: Mapping[str, _Unless] = {
     "logit_bias": SAMPLED,
     "allowed_token_ids": SAMPLED,
     "bad_words": SAMPLED,
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "repetition_penalty": PENALTY._replace(neutral=(1, 1.0)),
     "previous_response_id": WHOLE._replace(code="previous_response_not_found"),
     "conversation": WHOLE,
     "thread": WHOLE._replace(code=NO_THREAD),
@@ -153,6 +172,7 @@ def call_request(
         stream=bool(request.stream),
         may_call=request.choice != "none",
         forms=_forms_of(body, request),
+        truncation=request.truncation,
         ignored=ignored_fields(body, type(request), kinds),
         **own,
     )

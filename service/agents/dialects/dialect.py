@@ -39,6 +39,8 @@ class CallRequest(NamedTuple):
     stream: bool = False
     max_tokens: int | None = None
     """Maximum tokens of the answer; None: as many as fit."""
+    truncation: Mapping[str, Any] = {}
+    """The sampler's `top_p`, `top_k` and `min_p` as far as the request has them."""
     begun: str = ""
     """The beginning of the answer, which the client wrote; the policy continues it."""
     prompt: Int32s | None = None

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
-from service.agents.dialects.body import Positive, TokenIds, ignored_fields, read_request
+from service.agents.dialects.body import Positive, TokenIds, Truncation, ignored_fields, read_request
 from service.agents.dialects.dialect import CallAnswer, CallRequest, Dialect
 from service.types import NO_VERSION
 
 
-class _Sampling(Struct, kw_only=True):
+class _Sampling(Truncation, kw_only=True):
     max_tokens: Positive | None = None
 
 
@@ -32,14 +32,14 @@ class _GenerateRequest(Struct, kw_only=True):
 
 
 def read(body: Mapping[str, Any]) -> CallRequest:
-    """Read the prompt's ids and the maximum number of response tokens; the session sets the other sampling
-    parameters."""
+    """Read the prompt's ids, the maximum number of response tokens, and `top_p`, `top_k` and `min_p`."""
     request = read_request(body, _GenerateRequest)
     sampling = read_request(request.sampling_params or {}, _Sampling, "sampling_params")
     return CallRequest(
         messages=(),
         prompt=np.array(request.token_ids, np.int32),
         max_tokens=sampling.max_tokens,
+        truncation=sampling.truncation,
         ignored=(*ignored_fields(body, _GenerateRequest), *ignored_fields(request.sampling_params or {}, _Sampling)),
     )
 

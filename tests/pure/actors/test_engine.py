@@ -400,8 +400,10 @@ async def test_the_engine_samples_with_the_settings_and_not_from_the_likeliest_t
 ) -> None:
     engine._vocab_size, llm_of(engine).completion = 2000, completion(token_ids=[], logprobs=None)
     await engine.generate(PROMPT, Sampling(4, top_p=0.9, top_k=top_k), "r")
-    ((_, params),) = llm_of(engine).asked
+    await engine.generate(PROMPT, Sampling(4, top_p=0.9, top_k=top_k, with_supports=False), "r")
+    (_, params), (_, without) = llm_of(engine).asked
     assert (params.top_k, params.top_p, params.logprobs) == (top_k, 0.9, asked)
+    assert (without.top_k, without.top_p, without.logprobs) == (top_k, 0.9, 0)
 
 
 def test_the_support_of_a_token_is_what_the_engine_could_have_drawn() -> None:

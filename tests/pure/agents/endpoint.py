@@ -20,7 +20,7 @@ from service.agents.session import Session
 from service.agents.sessions import Sessions, session_key
 from service.columns import digest
 from service.rollout.chat.chat import Chat
-from service.rollout.engine import AgentLimits, Generation
+from service.rollout.engine import AgentLimits, Generation, Sampling
 from service.rollout.run_secret import RunSecret
 from service.types import Int32s, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import generated, limits
@@ -41,6 +41,7 @@ class House:
         self.say: Callable[[str], str | Generation | BaseException] = lambda prompt: "17"
         self.prompts: list[list[int]] = []
         self.most: list[int] = []
+        self.samplings: list[Sampling] = []
         self.replies: list[list[int]] = []
         """Tokens that the policy sampled."""
         self.steps: list[Step] = []
@@ -56,9 +57,10 @@ class House:
     def session(self, number: int = 0) -> Session:
         """A new open session."""
 
-        async def sample(prompt_ids: Int32s, most: int, request_id: str) -> Generation:
+        async def sample(prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
             self.prompts.append(prompt_ids.tolist())
-            self.most.append(most)
+            self.most.append(sampling.max_tokens)
+            self.samplings.append(sampling)
             await self.sampling.wait()
             said = self.say(self.chat.text(prompt_ids))
             if isinstance(said, BaseException):

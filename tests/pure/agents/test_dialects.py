@@ -27,7 +27,7 @@ from service.agents.session import Session
 from service.handoff.steps.values import StopReason
 from service.rollout.environment import TrajectoryFailed
 from tests.pure.agents.dialect_clients import CLIENTS, QUESTION, REPLIES, SEARCH, TURNS, Heard, sdk
-from tests.pure.agents.endpoint import CHAT, MESSAGES, RESPONSES, Client, House, client_of, until
+from tests.pure.agents.endpoint import CHAT, GENERATE, MESSAGES, RESPONSES, Client, House, client_of, until
 from tests.pure.agents.talks import ALL, ChatTalk, ResponsesTalk, called, says
 from tests.pure.rollout.conftest import generated
 
@@ -169,10 +169,35 @@ async def test_what_no_session_gives_is_refused_by_the_name_of_its_field(house: 
 
 @pytest.mark.parametrize("path", ASKED)
 def test_pinned_and_unknown_fields_change_nothing(path: str) -> None:
-    more = {"temperature": 0.1, "top_p": 0.5, "seed": 5, "x": {"y": [None]}, "n": 1, "tool_choice": "auto"}
+    more = {"temperature": 0.1, "seed": 5, "x": {"y": [None]}, "n": 1, "tool_choice": "auto"}
     first, second = (DIALECTS[path].read({**ASKED[path], **fields}) for fields in ({}, more))
-    assert second.ignored == ("temperature", "top_p", "seed", "x")
+    assert second.ignored == ("temperature", "seed", "x")
     assert first._replace(repeated={}) == second._replace(repeated={}, ignored=())
+
+
+@pytest.mark.parametrize("path", [*ASKED, GENERATE])
+async def test_a_request_truncates_the_sampler_as_far_as_the_run_keeps_room_for_supports(
+    house: House, path: str
+) -> None:
+    def body(**fields: float) -> dict[str, Any]:
+        return ASKED[path] | fields if path in ASKED else {"token_ids": [5, 6], "sampling_params": fields}
+
+    plain, support = house.sampled("17"), np.array([3, 9], np.int32)
+    sizes = np.array([3, *[1] * (len(plain.token_ids) - 1)], np.uint16)
+    house.say = lambda prompt: replace(plain, support_size=sizes, support=support)
+    async with client_of(house, house.session(0)) as client:
+        for named in ({"top_p": 0.5}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.1}):
+            status, reply = await client.post(path, body(**named))
+            assert status == 400 and next(iter(named)) in reply["error"]["message"]
+        assert (await client.post(path, body(top_p=1, top_k=-1, frequency_penalty=0)))[0] == 200
+    house.allowed = replace(house.allowed, sampling=replace(house.allowed.sampling, top_p=0.9, top_k=20))
+    async with client_of(house, house.session(1)) as client:
+        for named in ({"top_k": 21}, {"top_k": 0}):
+            status, reply = await client.post(path, body(**named))
+            assert status == 400 and "at most 20 tokens to draw from" in reply["error"]["message"]
+        assert (await client.post(path, body(top_k=5, min_p=0.1)))[0] == 200
+    assert [(s.top_p, s.top_k, s.min_p) for s in house.samplings] == [(1, 0, 0), (0.9, 5, 0.1)]
+    assert house.steps[1].support is support and house.steps[1].support_size is sizes
 
 
 async def test_an_openai_client_raises_what_went_wrong_before_and_within_a_stream(
@@ -269,7 +294,7 @@ async def test_a_call_where_no_tool_may_be_called_is_text_and_the_conversation_g
 
 PAGE = Path("docs/agent-recipes.md").read_text()
 SDK: dict[str, Any] = {CHAT: CompletionCreateParamsBase, RESPONSES: ResponseCreateParamsBase}
-LIKELY = (True, 2, "x", {"type": "x"}, [{"type": "x"}], ["x"], {"x": "y"})
+LIKELY = (True, 2, 0.5, "x", {"type": "x"}, [{"type": "x"}], ["x"], {"x": "y"})
 """Values of the kinds that fields have; one of them fits each field, and none is neutral."""
 
 

@@ -41,7 +41,7 @@ async def test_an_agent_is_tried_with_a_script_(tmp_path: Path) -> None:
             assert f"OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}" in printed
             asked: list[Any] = [{"role": "user", "content": "age of marn?"}]
             async with aiohttp.ClientSession(headers={"x-api-key": key}) as http:
-                async with http.post(url + CHAT, json={"messages": asked, "tools": [TOOL], "top_k": 5}) as answer:
+                async with http.post(url + CHAT, json={"messages": asked, "tools": [TOOL], "seed": 5}) as answer:
                     message = (await answer.json())["choices"][0]["message"]
                 body = {"messages": [{"role": "user", "content": "a title?"}], "max_tokens": 50}
                 async with http.post(url + MESSAGES, json=body) as answer:
@@ -68,7 +68,7 @@ async def test_an_agent_is_tried_with_a_script_(tmp_path: Path) -> None:
     assert "call 1: aux, a new conversation" in at_the_end and "call 2: main, continues 0" in at_the_end
     sampled = [int(n) for n in re.findall(r"-> (\d+) sampled", at_the_end)]
     assert f"{sampled[0] + sampled[2]} of {sum(sampled)} sampled tokens would be trained" in at_the_end
-    assert "fields that do not reach the policy: top_k" in shown
+    assert "fields that do not reach the policy: seed" in shown
     assert "refused 1 times: 400 logit_bias" in at_the_end
 
 

@@ -143,12 +143,15 @@ async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than
     assert engine.most == 4
 
 
-async def test_an_evaluation_samples_at_its_own_temperature_and_training_does_not(model: Path, tmp_path: Path) -> None:
+async def test_an_evaluation_has_its_own_temperature_and_no_supports_and_training_its_own(
+    model: Path, tmp_path: Path
+) -> None:
     plays, engine = player(model)
     for temperature, wanted in ((None, 0.9), (0.0, 0.0), (0.5, 0.5)):
         await play_shard(plays, "dev", prompts(tmp_path / "dev.jsonl", 1), 1, EvalShard(), 1, temperature)
         await played(plays, 0)
-        assert [sampling.temperature for sampling in engine.samplings[-2:]] == [wanted, 0.9]
+        asked = [(sampling.temperature, sampling.with_supports) for sampling in engine.samplings[-2:]]
+        assert asked == [(wanted, False), (0.9, True)]
 
 
 async def test_isolated_episodes_beyond_the_bound_wait_for_a_process_instead_of_starting_one(model: Path) -> None:
