@@ -120,7 +120,7 @@ format: dev ## format and fix with ruff
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-.PHONY: bench-handoff bench-learn bench-padded bench-peer bench-sequence-parallel bench-shared-prefix gpu
+.PHONY: bench-handoff bench-learn bench-padded bench-peer bench-sequence-parallel gpu
 bench-handoff: dev ## merging and batching against other systems, in one run
 	@$(BIN)/python -m benchmarks.handoff
 bench-padded: dev ## padded lengths of mini-batches, for three ways to form rows
@@ -129,12 +129,10 @@ bench-peer: dev ## the quick start end to end against TRL, with fast and with sl
 	@$(BIN)/python -m benchmarks.peer
 gpu: ## what only a GPU can show, the most valuable first, in 35 minutes; needs no network; into build/gpu.json
 	@$(or $(wildcard $(BIN)/python),python3) -m benchmarks.gpu
-bench-learn: dev ## packed against padded learning, in one run
+bench-learn: dev ## packed against padded learning, and shared prefixes against packed rows, in one run
 	@$(BIN)/python -m benchmarks.learn
 bench-sequence-parallel: dev ## memory of ranks that share tokens, and a row that no rank could train alone
 	@$(BIN)/python -m benchmarks.sequence_parallel
-bench-shared-prefix: dev ## learning with shared prefixes against packed rows, in one run
-	@$(BIN)/python -m benchmarks.shared_prefix
 
 .PHONY: lock clean
 lock: dev ## resolve the dependencies again and write requirements/*.txt

@@ -253,23 +253,19 @@ async def latency(folder: Path, rounds: int) -> dict[str, float]:
     return {"sessions": SESSIONS, "calls": len(seconds), **cuts}
 
 
-def main() -> int:
-    """Measure, print, write the JSON."""
+def main() -> None:
+    """Measure, and print JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agents", description=__doc__)
     parser.add_argument("--clients", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=2, help="times that 64 sessions are played")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.clients:
         asyncio.run(be_clients())
-        return 0
+        return
     with tempfile.TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True) as folder, own_ray(folder):
         figures = asyncio.run(latency(Path(folder) / "run", arguments.rounds))
     print(json.dumps(figures, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

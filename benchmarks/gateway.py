@@ -1,16 +1,16 @@
 """What the gateway of agents adds to a call: 64 clients call an endpoint directly and through the gateway in turns.
 
+    python -m benchmarks.gateway
+
 Gateway, endpoint and clients are three processes. The endpoint answers at once, with 4 KiB; a request has 16 KiB.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
 import time
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -85,11 +85,8 @@ def _run(part: Any, *arguments: Any) -> None:
     asyncio.run(part(*arguments))
 
 
-def main() -> int:
-    """Measure, print, write the JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway", description=__doc__)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+def main() -> None:
+    """Measure, and print JSON."""
     context = multiprocessing.get_context("spawn")
     told: Any = context.Queue()
     parts, addresses = [], list[str]()
@@ -101,10 +98,7 @@ def main() -> int:
     for process in parts:
         process.terminate()
     print(json.dumps(figures, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

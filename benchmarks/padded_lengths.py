@@ -77,11 +77,9 @@ def main() -> None:
     """Run, measure, print the table, draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of the run")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--run", type=Path, help="a recorded run of the recipe, instead of running it")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run = arguments.run or _run(Path(folder), arguments.steps, arguments.seed)
+        run = _run(Path(folder), arguments.steps)
         config = load([run / "config.yaml"]).config
         measured = measure(config, run)
     longest = config.generator.max_input_length + config.generator.max_generate_length
@@ -92,9 +90,8 @@ def main() -> None:
     draw(measured, longest)
 
 
-def _run(folder: Path, steps: int, seed: int) -> Path:
-    settings = [f"run.dir={folder}", f"run.max_steps={steps}", f"run.seed={seed}"]
-    settings += ["data.eval_every=0", "metrics.port=0"]
+def _run(folder: Path, steps: int) -> Path:
+    settings = [f"run.dir={folder}", f"run.max_steps={steps}", "data.eval_every=0", "metrics.port=0"]
     command = [sys.executable, "-m", "service", "run", "--config", str(RECIPE), *settings]
     subprocess.run(command, cwd=ROOT, check=True, timeout=3600, stdout=sys.stderr)
     return folder / load([RECIPE]).config.run.name

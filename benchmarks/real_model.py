@@ -19,17 +19,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from actors.engine.run_player import RunPlayer
 from baton.examples.guess_number import LARGEST, GuessNumber, rows
 from benchmarks.gpu.small_engine import by_row, serving
-from benchmarks.in_process import played
 from service.config import Config, load
 from service.config.core_settings import batch_settings
 from service.handoff.batches.batch import form_mini_batch
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
+from service.handoff.steps.tables import ends_table
 from service.learn.model.policy import Policy
 from service.learn.settings import LearnSettings
 from service.rollout.environment import Message, Task
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.rows import write_rows
-from service.types import MiniBatch, PolicyVersion
+from service.rollout.step_sinks import StepColumns
+from service.types import MiniBatch, PolicyVersion, TrajectoryId
 
 MODEL, RECIPE = Path("models/SmolLM2-135M-Instruct"), Path("configs/smollm2_guess.yaml")
 SETTINGS = ("trainer.ranks=1", "trainer.mini_batch_size=3", "algorithm.n_samples_per_prompt=8")
@@ -76,11 +78,17 @@ async def _played(config: Config, folder: Path) -> MiniBatch:
         tasks = load_tasks(Path(name) / "rows.jsonl")
     async with serving(config, folder) as engine:
         player = RunPlayer(config, folder, engine)
-        groups = await asyncio.gather(*(played(player, o, task, config) for o, task in enumerate(tasks)))
+        groups = await asyncio.gather(*(_group(player, o, task, config) for o, task in enumerate(tasks)))
         await player.close()
     history = VersionHistory()
     history.publish(PolicyVersion(1, 0))
     return form_mini_batch(0, groups, history, batch_settings(config))
+
+
+async def _group(player: RunPlayer, group_id: int, task: Task, config: Config) -> CompleteGroup:
+    columns, samples = StepColumns(), range(config.algorithm.n_samples_per_prompt)
+    await asyncio.gather(*(player.play(TrajectoryId(group_id, sample), task, columns) for sample in samples))
+    return CompleteGroup(group_id, task.uid, columns.steps(), ends_table(columns.ends))
 
 
 async def games(folder: Path, n_sampled: int) -> dict[str, float]:

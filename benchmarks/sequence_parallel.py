@@ -1,6 +1,6 @@
 """Memory of ranks that share the tokens of a micro-batch, and a row that no rank could train alone, on CPU.
 
-    python -m benchmarks.sequence_parallel          minutes on two quiet cores; --short leaves out the long row
+    python -m benchmarks.sequence_parallel          minutes on two quiet cores
 
 The first part trains the same micro-batch on one rank and on groups of ranks. Memory is the peak of all tensors during
 the step minus their memory before it (by the profiler's memory events), on the rank with the largest peak.
@@ -160,7 +160,6 @@ def long_row(parent: str) -> int:
 def main() -> int:
     """Measure and print; returns 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="without the long row")
     parser.add_argument("--part", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
@@ -168,8 +167,7 @@ def main() -> int:
         one_rank(part, folder, meeting, int(ranks), int(rank))
         return 0
     with tempfile.TemporaryDirectory() as parent:
-        missed = memory(parent)
-        return 1 if missed + (0 if options.short else long_row(parent)) else 0
+        return 1 if memory(parent) + long_row(parent) else 0
 
 
 if __name__ == "__main__":

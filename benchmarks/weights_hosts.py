@@ -1,10 +1,10 @@
-"""Weights to several hosts over slow links: seconds until all have them, against one host, and bytes sent by the ranks.
+"""Weights to several hosts over slow links: seconds until all have them, against one host.
 
-    python -m benchmarks.weights_hosts [--millions 50] [--mbit 100] [--ranks 1]
+    python -m benchmarks.weights_hosts [--millions 50]
 
-Hosts are namespaces on this machine (Linux and root, see tests/hosts). Ranks, each on its own host, and the hosts'
-images work as in a run, without models and engines. `ray`: hosts fetch buckets of the ranks' parts as Ray objects.
-`nixl`, where it is installed: hosts read from the ranks.
+Hosts are namespaces on this machine (Linux and root, see tests/hosts). The rank, on its own host, and the hosts' images
+work as in a run, without models and engines. `ray`: hosts fetch buckets of the rank's part as Ray objects. `nixl`,
+where it is installed: hosts read from the rank.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from actors.weights import nixl_reads
 from actors.weights.image import ImageHolder
 from actors.weights.node_images import MAX_FAILURES, NodeImages
 from service.config import load_config
-from service.learn.model.sharding import WeightRows, shard_bounds
+from service.learn.model.sharding import WeightRows
 from service.types import PolicyVersion
 from tests.hosts.bed import Bed, Host
 
-HOSTS = 3
+HOSTS, MBIT = 3, 100
 TENSORS = 50
 
 
@@ -42,13 +42,11 @@ class Rank(TrainerRank):
     """A rank with tensors in place of a model."""
 
     def fill(self, millions: float) -> None:
-        """Create this rank's rows of weights with `millions` million elements in total."""
+        """Create weights with `millions` million elements in total."""
         nixl_reads.RDMA_CARDS = Path("/sys")  # NIXL takes TCP
-        torch.manual_seed(self._rank)
         shape = (int(millions * 1e6 / TENSORS / 1000), 1000)
-        first, end = shard_bounds(shape[0], self._rank, self._world_size)
-        made = {f"layers.{number}.weight": torch.randn(end - first, 1000).bfloat16() for number in range(TENSORS)}
-        rows = {name: WeightRows(shape, first, tensor) for name, tensor in made.items()}
+        made = {f"layers.{number}.weight": torch.randn(shape).bfloat16() for number in range(TENSORS)}
+        rows = {name: WeightRows(shape, 0, tensor) for name, tensor in made.items()}
         policy = SimpleNamespace(dtype=torch.bfloat16)
         self._learner = SimpleNamespace(shards=lambda: rows, policy=policy)  # type: ignore[assignment]
 
@@ -62,28 +60,25 @@ class Holder(ImageHolder):
 
 
 class World:
-    """The actors: each rank on its own host, and a generator on each of the other hosts."""
+    """The actors: the rank on its own host, and a generator on each of the other hosts."""
 
-    def __init__(self, millions: float, n_ranks: int) -> None:
-        config = load_config([], [f"trainer.ranks={n_ranks}"])
+    def __init__(self, millions: float) -> None:
+        config = load_config([], ["trainer.ranks=1"])
         here = ray.get_runtime_context().get_node_id()
         nodes = [here, *(node["NodeID"] for node in ray.nodes() if node["NodeID"] != here)]
         at = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
         actor = ray.remote(concurrency_groups={SENDING: 1, WATCHING: 1})(Rank)
-        self.ranks: list[Any] = [
-            actor.options(num_cpus=0, scheduling_strategy=at[rank]).remote(config.model_dump_json(), rank)
-            for rank in range(n_ranks)
-        ]
-        ray.get([rank.fill.remote(millions) for rank in self.ranks])
+        self.rank = actor.options(num_cpus=0, scheduling_strategy=at[0]).remote(config.model_dump_json(), 0)
+        ray.get(self.rank.fill.remote(millions))
         self.holders: dict[str, Any] = {
             f"generator-{number}": ray.remote(Holder).options(num_cpus=0, scheduling_strategy=at[number]).remote()
-            for number in range(n_ranks, n_ranks + HOSTS)
+            for number in range(1, 1 + HOSTS)
         }
         ray.get([holder.hold_image.remote(-1, 0) for holder in self.holders.values()])
-        self.trainer = TrainerGroup(config, self.ranks)
-        self.trainer.nodes = nodes[:n_ranks]
+        self.trainer = TrainerGroup(config, [self.rank])
+        self.trainer.nodes = nodes[:1]
         self.files = NodeImages(self.holders, self.trainer, config.weights.sync_deadline)
-        for number, name in enumerate(self.holders, start=n_ranks):
+        for number, name in enumerate(self.holders, start=1):
             self.files.register(name, nodes[number])
         self._step = 0
 
@@ -109,13 +104,13 @@ class World:
 
     def end(self) -> None:
         """End the actors."""
-        for actor in (*self.ranks, *self.holders.values()):
+        for actor in (self.rank, *self.holders.values()):
             ray.kill(actor)
 
 
-async def measure(millions: float, n_ranks: int) -> None:
+async def measure(millions: float) -> None:
     """Measure inside the first host; prints each figure as soon as it is known."""
-    world = World(millions, n_ranks)
+    world = World(millions)
     ways = {"ray": MAX_FAILURES} | ({"nixl": 0} if importlib.util.find_spec("nixl") is not None else {})
     for way, failures in ways.items():
         one, all_hosts = await world.publish(1, failures), await world.publish(HOSTS, failures)
@@ -127,23 +122,20 @@ def main() -> None:
     """Make the hosts, and measure inside the first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=float, default=50.0)
-    parser.add_argument("--mbit", type=int, default=100)
-    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
         ray.init(log_to_driver=False)
-        asyncio.run(measure(arguments.millions, arguments.ranks))
+        asyncio.run(measure(arguments.millions))
         return
     with (
         tempfile.TemporaryDirectory() as shared,
-        Bed(Path(shared), [Host(f"host-{n}") for n in range(HOSTS + arguments.ranks)]) as bed,
+        Bed(Path(shared), [Host(f"host-{n}") for n in range(HOSTS + 1)]) as bed,
     ):
         bed.start_ray()
         for name in bed.hosts:
-            bed.limit(name, arguments.mbit)
-        sizes = ["--millions", str(arguments.millions), "--ranks", str(arguments.ranks)]
-        command = [sys.executable, "-m", "benchmarks.weights_hosts", "--inside", *sizes]
+            bed.limit(name, MBIT)
+        command = [sys.executable, "-m", "benchmarks.weights_hosts", "--inside", "--millions", str(arguments.millions)]
         sys.exit(bed.popen(bed.head, command, RAY_ADDRESS=bed.address).wait())
 
 

@@ -1,4 +1,4 @@
-"""One run: checks that the peers agree, and measures how fast each is; prints a table and writes JSON.
+"""One run: checks that the peers agree, and measures how fast each is; prints a table.
 
 With --to-ranks instead the seconds in which a mini-batch gets from the buffer's process to two ranks, on a Ray of its
 own.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,8 @@ PART_BYTES = 200_000_000
 
 
 def main() -> int:
-    """Measure, print the table, write the JSON."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.handoff", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, default=FOLDER / "figures.json", help="file for the figures")
     parser.add_argument("--repeats", type=int, default=7, help="runs of each function; the median counts")
     parser.add_argument("--to-ranks", action="store_true", help="only from the buffer to two ranks")
     arguments = parser.parse_args()
@@ -46,10 +43,7 @@ def main() -> int:
     from benchmarks.handoff.measure import figures, table
 
     print(f"{check()} random outputs: the same rows, mini-batches and advantages as SkyRL's")
-    found = figures(arguments.repeats)
-    print(table(found))
-    arguments.json.write_text(json.dumps([asdict(figure) for figure in found], indent=2))
-    print(f"\n{arguments.json}")
+    print(table(figures(arguments.repeats)))
     return 0
 
 
@@ -80,14 +74,13 @@ def to_ranks(repeats: int) -> float:
         await group.step((await buffer.lease.remote()).parts)
         return time.perf_counter() - began
 
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", _temp_dir=folder)
-        try:
-            buffer = ray.remote(num_cpus=0)(Leasing).remote()
-            group = TrainerGroup(Config(), [ray.remote(num_cpus=0)(Rank).remote() for _ in range(2)])
-            seconds = [asyncio.run(timed(buffer, group)) for _ in range(repeats)]
-        finally:
-            ray.shutdown()
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder,
+        own_environment.own_ray(folder, num_cpus=2),
+    ):
+        buffer = ray.remote(num_cpus=0)(Leasing).remote()
+        group = TrainerGroup(Config(), [ray.remote(num_cpus=0)(Rank).remote() for _ in range(2)])
+        seconds = [asyncio.run(timed(buffer, group)) for _ in range(repeats)]
     return min(seconds) / (2 * PART_BYTES / 1e9)
 
 

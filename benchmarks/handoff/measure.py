@@ -6,7 +6,6 @@ import gc
 import time
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,27 +37,6 @@ PEER_CODEC = "TransferQueue codec"
 ROAD = "decode, validate, merge, score, mini-batch, pack"
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One measured function on one workload."""
-
-    workload: str
-    function: str
-    input_form: str
-    clock: str
-    """What the clock includes."""
-    new_tokens: int
-    cpu_ms: float
-    """Median CPU time of the runs, which other processes of the machine disturb least."""
-    tokens_per_second: float
-    """New tokens per second of the median CPU time."""
-    peak_mib: float
-    """Peak memory of the function by tracemalloc, in a separate run."""
-    ratio: float | None
-    """Tokens per second over those of the reference that `against` names."""
-    against: str
-
-
 class Task(NamedTuple):
     """A function to measure, and the reference for its tokens per second."""
 
@@ -67,6 +45,19 @@ class Task(NamedTuple):
     clock: str
     run: Callable[[], Any]
     against: str = ""
+
+
+class Figure(NamedTuple):
+    """One measured function on one workload."""
+
+    workload: Workload
+    task: Task
+    seconds: float
+    """Median CPU time of the runs, which other processes of the machine disturb least."""
+    ratio: float | None
+    """Tokens per second over those of the task's reference."""
+    peak_mib: float
+    """Peak memory of the function by tracemalloc, in a separate run."""
 
 
 def figures(repeats: int) -> list[Figure]:
@@ -108,7 +99,8 @@ def measured(workload: Workload, work: list[Task], repeats: int) -> list[Figure]
     ratios = [
         reference[task.against] / median if task.against else None for task, median in zip(work, medians, strict=True)
     ]
-    return [_figure(workload, *found) for found in zip(work, medians, ratios, strict=True)]
+    peaks = [_peak(task.run) for task in work]
+    return [Figure(workload, *found) for found in zip(work, medians, ratios, peaks, strict=True)]
 
 
 def turn_scaling(repeats: int) -> list[Figure]:
@@ -121,7 +113,8 @@ def turn_scaling(repeats: int) -> list[Figure]:
     medians = _medians(work, 5 * repeats)
     rates = [w.new_tokens / median for w, median in zip(workloads, medians, strict=True)]
     ratios = [rate / rates[0] for rate in rates]
-    return [_figure(*found) for found in zip(workloads, work, medians, ratios, strict=True)]
+    peaks = [_peak(task.run) for task in work]
+    return [Figure(*found) for found in zip(workloads, work, medians, ratios, peaks, strict=True)]
 
 
 def _medians(work: list[Task], repeats: int) -> list[float]:
@@ -137,24 +130,17 @@ def _medians(work: list[Task], repeats: int) -> list[float]:
     return [float(np.median(times)) for times in seconds]
 
 
-def _figure(workload: Workload, task: Task, seconds: float, ratio: float | None) -> Figure:
-    return Figure(
-        workload.name, task.function, task.input_form, task.clock, workload.new_tokens, 1000 * seconds,
-        workload.new_tokens / seconds, _peak(task.run), ratio, task.against,
-    )  # fmt: skip
-
-
 def table(found: list[Figure]) -> str:
     """The figures as an aligned table."""
-    lines, workload = [], ""
-    for figure in found:
-        if figure.workload != workload:
-            workload = figure.workload
-            lines.append(f"\n{workload}: {figure.new_tokens:,} new tokens")
-        ratio = f"{figure.ratio:8.1f}x {figure.against}" if figure.ratio else ""
+    lines, before = [], None
+    for workload, task, seconds, ratio, peak_mib in found:
+        if workload is not before:
+            lines.append(f"\n{workload.name}: {workload.new_tokens:,} new tokens")
+        before = workload
+        faster = f"{ratio:8.1f}x {task.against}" if ratio else ""
         lines.append(
-            f"  {figure.function:27} {figure.input_form:29} {figure.clock:49} {figure.cpu_ms:9.2f} ms "
-            f"{figure.tokens_per_second / 1e6:9.1f} M tokens/s {figure.peak_mib:8.1f} MiB {ratio}"
+            f"  {task.function:27} {task.input_form:29} {task.clock:49} {1e3 * seconds:9.2f} ms "
+            f"{workload.new_tokens / seconds / 1e6:9.1f} M tokens/s {peak_mib:8.1f} MiB {faster}"
         )
     return "\n".join(lines)
 

@@ -22,9 +22,12 @@ import torch
 
 from actors.driver.prepare import prepare
 from benchmarks import own_environment
-from benchmarks.in_process import warm_started
 from benchmarks.peer.baton_side import trained
-from service.config import load
+from service.config import Config, load
+from service.learn.learner import Learner
+from service.learn.settings import LearnSettings
+from service.learn.supervised import SupervisedSteps
+from service.run.preparing.inputs import Prepared, demonstrations
 
 FOLDER = own_environment.ROOT / "build" / "bench-peer"
 PEERS = Path(__file__).parent / "peers.txt"
@@ -71,13 +74,22 @@ def compare(part: Part, side: str, seed: int, steps: int) -> dict[str, Any]:
         torch.set_num_threads(1)  # on busy cores several threads would wait for each other
         prepared, model = prepare(config, folder), config.model.path
         if part.made:
-            prepared, model = warm_started(config, folder)
+            model = warm_started(config, prepared, folder / "started")
         assert model is not None
         (folder / "config.json").write_text(config.model_dump_json())
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
         if side == "baton":
             return baton(part, [*settings, f"model.path={model}"], folder)
         return trl(part, folder / "config.json", model, prepared.tasks_file, folder)
+
+
+def warm_started(config: Config, prepared: Prepared, folder: Path) -> Path:
+    """Write the model as it is after its warm start; returns the folder."""
+    learner = Learner(LearnSettings.of(config), prepared.model_folder, torch.device("cpu"), 0, 1)
+    rows = demonstrations(config.model, config.env, config.generator, config.run.seed, prepared.model_folder)
+    SupervisedSteps(LearnSettings.of(config), learner.policy).warm_start(rows)
+    learner.export(folder)
+    return folder
 
 
 def baton(part: Part, settings: list[str], folder: Path) -> dict[str, Any]:
@@ -132,23 +144,20 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Run the requested parts, and print the table of everything in the file of figures."""
+    """Run the requested parts, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peer", description=__doc__)
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="optimizer steps of each run")
-    parser.add_argument("--json", type=Path, default=FOLDER / "figures.json", help="takes the figures of each run")
     arguments = parser.parse_args()
     own_environment.own_python(FOLDER, PEERS, None)
-    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
+    found = list[dict[str, Any]]()
     for name in PARTS if arguments.part == "all" else (arguments.part,):
         steps = arguments.steps or PARTS[name].steps
         for seed in arguments.seeds:
             for side in NAMES if seed % 2 == 0 else reversed(NAMES):
-                found = [each for each in found if (each["part"], each["seed"], each["side"]) != (name, seed, side)]
                 figures = compare(PARTS[name], side, seed, steps)
                 found.append({"part": name, "seed": seed, "side": side, "steps": steps} | figures)
-                arguments.json.write_text(json.dumps(found, indent=2))
                 print(json.dumps(found[-1]), flush=True)
     print(table(found))
     return 0
