@@ -31,8 +31,8 @@ METRICS_INTRO = """\
 
 Made from `service/observe/metrics_table.py` by `python -m scripts.docs`.
 
-A run serves its metrics at `metrics.host:metrics.port`, path `/metrics`, and writes a line of `metrics.jsonl` for each
-optimizer step; TensorBoard and Weights & Biases use the keys of that file. Lengths are in tokens, times in seconds.
+A run serves its metrics at `/metrics`, and writes a line of `metrics.jsonl` for each optimizer step; TensorBoard and
+Weights & Biases use the keys of that file. Lengths are in tokens, times in seconds.
 
 ## Prometheus
 
@@ -42,8 +42,8 @@ are sixteenths of `max_input_length + max_generate_length`, and `metrics.long_ba
 `key`: the key of `metrics.jsonl` with the same figure. Ray's own endpoints also serve IN_RAY,
 with the run's name as a label.
 
-| metric | meaning | key |
-|---|---|---|
+|metric|meaning|key|
+|-|-|-|
 """
 
 OPTIONS_INTRO = """\
@@ -58,9 +58,9 @@ generator:
   engine_options: {max_num_batched_tokens: 16384, pipeline_parallel_size: 2}
 ```
 
-vLLM checks the values when an engine starts, and a refusal ends the run with a line that says so. An engine has
-`generator.tensor_parallel_size` times `pipeline_parallel_size` GPUs, and Ray places it on a node with that many;
-`enable_expert_parallel` divides the experts among the same GPUs. The engines of teachers do not get these options.
+vLLM checks the values when an engine starts; a wrong value ends the run with a line that says so. An engine has
+`generator.tensor_parallel_size` times `pipeline_parallel_size` GPUs of one node; `enable_expert_parallel` divides the
+experts among the same GPUs. The engines of teachers do not get these options.
 
 Some options change the log-probabilities that an engine computes, such as `kv_cache_dtype: fp8` and `model_impl`. With
 them look at the importance ratios of the first optimizer steps, and turn on `algorithm.correction`.
@@ -77,8 +77,8 @@ KEYS_INTRO = """
 Means are per trajectory unless the key says otherwise. `<versions>`: a range of staleness, `0`, `1`, `2`, `3_4`, `5_8`
 or `9_up`.
 
-| key | meaning |
-|---|---|
+|key|meaning|
+|-|-|
 """
 
 CONFIG_INTRO = """\
@@ -86,12 +86,11 @@ CONFIG_INTRO = """\
 
 Made from `service/config/` by `python -m scripts.docs`.
 
-Files are given with `--config`, later ones merged over earlier ones, key by key; `section.key=value` overrides both. An
-empty mapping (`env.options={}`) replaces what earlier ones set. An unknown key is refused. `baton config show` prints
-the resolved configuration, `baton config schema` its JSON schema. `baton config validate` reads datasets, makes
-environments, imports scorers, looks into the model's folder, tokenizes at most 200 prompts, and prints how much GPU
-memory a rank and an engine need. A broken file is an error (exit code 2); a missing one, which may be on another
-machine, is a note. Lengths are in tokens, times in seconds, memory in bytes.
+Files given with `--config` are merged key by key, later over earlier; `section.key=value` overrides them. An empty
+mapping (`env.options={}`) replaces what earlier files set. An unknown key is refused. `baton config show` prints the
+resolved configuration, `baton config schema` its JSON schema. `baton config validate` also reads datasets, makes
+environments, imports scorers and tokenizes up to 200 prompts. A broken file is an error (exit code 2); a missing file,
+which may be on another machine, is a note. Lengths are in tokens, times in seconds, memory in bytes.
 """
 
 
@@ -101,9 +100,9 @@ def metrics_page() -> str:
     for metric in TABLE:
         labels = f"{{{', '.join(metric.labels)}}}" if metric.labels else ""
         kind = "**h** " if metric.kind == "histogram" else ""
-        text += f"| `{metric.name}{labels}` | {kind}{metric.help} | {_as_code([metric.key] if metric.key else [])} |\n"
+        text += f"|`{metric.name}{labels}`|{kind}{metric.help}|{_as_code([metric.key] if metric.key else [])}|\n"
     text += KEYS_INTRO
-    return text + "".join(f"| `{key}` | {meaning} |\n" for key, meaning in sorted(STEP_KEYS.items()))
+    return text + "".join(f"|`{key}`|{meaning}|\n" for key, meaning in sorted(STEP_KEYS.items()))
 
 
 def _as_code(words: Iterable[str]) -> str:

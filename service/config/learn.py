@@ -50,8 +50,8 @@ class CorrectionConfig(Section):
     """
 
     truncate: Literal["off", "token", "sequence"] = "off"
-    """Multiply the loss of a token by a ratio that is truncated at `truncate_at` (TIS): the token's (`token`), or the
-    product over its trajectory (`sequence`)."""
+    """Multiply the loss of a token by a ratio truncated at `truncate_at` (TIS): the token's (`token`), or the product
+    over its trajectory (`sequence`)."""
     truncate_at: Annotated[float, Field(gt=0)] = 2.0
     """Upper bound of that ratio."""
     token_band: Band | None = None
@@ -86,7 +86,7 @@ class TeacherConfig(Section):
     """Weight of the teacher's term."""
     mode: Literal["advantage", "kl"] = "advantage"
     """`advantage`: add `coef` times the log-ratio of teacher to rollout to each token's advantage; `kl`: add `coef`
-    times the KL divergence from the teacher (as `kl_estimator` estimates it) to the loss."""
+    times the KL divergence from the teacher to the loss."""
     column: str | None = None
     """Column of the dataset that names each row's teacher; a row may have none. None: one teacher for all rows."""
 
@@ -149,12 +149,11 @@ class TrainerConfig(Section):
     max_tokens_per_micro_batch: Annotated[int, Field(gt=0, le=1 << 24)] = 16384
     """Tokens of one forward pass on one rank."""
     sequence_parallel: Count = 1
-    """Ranks that share the tokens of each micro-batch, so that a row may be this many times longer. Divides `ranks` and
-    the model's heads; see docs/learning.md."""
+    """Ranks that share the tokens of each micro-batch, so that rows may be longer. Divides `ranks` and the model's
+    heads; see docs/learning.md."""
     layout: Literal["auto", "packed", "padded", "shared_prefix"] = "auto"
-    """`packed`: rows one after another; `padded`: rows padded on the left; `shared_prefix`: packed, a prefix of several
-    rows is computed and counted once; `auto`: `shared_prefix` where it saves at least a tenth of the tokens, else
-    `packed`."""
+    """`packed`: rows one after another; `padded`: rows padded on the left; `shared_prefix`: packed, and a common prefix
+    is computed once; `auto`: `shared_prefix` if it saves at least a tenth of the tokens, else `packed`."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Highest learning rate of AdamW."""
     warmup_steps: NotNegative = 0
@@ -171,19 +170,19 @@ class TrainerConfig(Section):
     """Norm to which a larger gradient is scaled down."""
     gradient_checkpointing: bool | Annotated[int, Field(ge=2, le=MOST)] | Literal["auto"] = "auto"
     """Keep only the inputs of layers and compute the rest again in the backward pass. true: in all layers; n: in every
-    n-th layer; auto: in none, but if the largest micro-batch, which ranks with GPUs try when they load, or a step runs
-    out of memory, the ranks restart with half of the layers, then with all."""
+    n-th layer; auto: in none, but if memory is too small for the largest micro-batch, which ranks on GPUs try when they
+    load, in half of the layers, then in all."""
     shard_within: Literal["all", "node"] = "all"
-    """Shard the policy over all ranks, or over those of each node (`node`): nodes send each other only gradients, but
-    each rank holds more."""
+    """Shard the policy over all ranks, or within each node (`node`): nodes exchange only gradients, but each rank holds
+    more."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """true: gather the weights of layers again for the backward pass, which sends more bytes and takes less memory.
-    auto: keep them if at least 15 % of the GPU's memory stays free in the trial of the largest micro-batch."""
+    auto: keep them if 15 % of the GPU's memory stays free with the largest micro-batch."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory."""
     compile: bool | None = None
-    """Compile the decoder layers: a start takes minutes longer, steps take less time and memory. None: bfloat16 models
-    on a GPU where the compiler works. Experts run uncompiled."""
+    """Compile the decoder layers except experts: a start takes minutes longer, steps less time and memory. None:
+    bfloat16 models on a GPU where the compiler works."""
     checkpoint_every: NotNegative = 0
     """Optimizer steps from one checkpoint to the next; 0: only the final weights."""
     keep_checkpoints: Positive = 2
@@ -223,9 +222,9 @@ class WeightsConfig(Section):
     sync_every: Positive = 1
     """Optimizer steps from one update of the engines to the next."""
     transport: Literal["memory", "ipc"] = "memory"
-    """`memory`: engines read the ranks' shared memory; engines on other hosts read a copy, which NIXL fetches over RDMA
-    or else Ray's object store transfers. `ipc`: by CUDA IPC on a GPU that a rank and an engine share;
-    `generator.gpu_memory_utilization` must leave memory for the rank. NIXL was tested on CPUs only."""
+    """`memory`: engines read the ranks' shared memory; engines on other hosts read a copy, which NIXL (tested on CPUs
+    only) or else Ray's object store transfers. `ipc`: by CUDA IPC on a GPU that a rank and an engine share;
+    `generator.gpu_memory_utilization` must leave memory for the rank."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """KV cache of running requests at an update: compute it again with the new weights, or keep it."""
     sync_deadline: Seconds = 300.0

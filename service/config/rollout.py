@@ -48,7 +48,7 @@ class MixturePart(Section):
 
 
 class CurriculumConfig(Section):
-    """Skips prompts according to the fraction of their trajectories that succeeded; see docs/environments.md."""
+    """Skips prompts by the fraction of their trajectories that succeeded; see docs/environments.md."""
 
     band: Range = (0.1, 0.9)
     """Fractions of successes between which a prompt is issued in every epoch."""
@@ -96,12 +96,12 @@ class DataConfig(Section):
     eval_samples: Count = 1
     """Trajectories of each evaluation prompt."""
     eval_rows: Positive | None = 512
-    """Rows of each set that evaluations during training play, the same in all runs; None: all. After the last step, and
-    by `baton eval`, all are played."""
+    """Rows of each set that evaluations during training play, the same in all runs; None: all. Afterwards, and in
+    `baton eval`, all rows are played."""
     eval_temperature: Annotated[float, Field(ge=0)] | None = None
     """Sampling temperature of evaluations; 0: greedy; None: as in training."""
     eval_deadline: Seconds = 3600.0
-    """Seconds after which an evaluation is cancelled, and the run continues without it."""
+    """Seconds after which an evaluation is cancelled; the run continues."""
     shuffle: bool = True
     """Shuffle the rows of each epoch with the run's seed."""
     curriculum: CurriculumConfig | None = None
@@ -144,7 +144,7 @@ class CommandConfig(Section):
 
     command: tuple[str, ...] = ()
     """With `name: agent`: the program and its arguments, in which {prompt}, {prompt_file}, {folder}, {base_url} and
-    {seed} are replaced. Without {prompt} and {prompt_file}, the prompt is the standard input."""
+    {seed} are replaced. Without the first two, the prompt is the standard input."""
     workdir: Annotated[UserPath, Named("template", "folder", TEMPLATE)] | None = None
     """Folder that is copied for each run of the command, as its current folder and home. None: an empty folder."""
     score: str | tuple[str, ...] | None = None
@@ -200,17 +200,17 @@ class AgentsConfig(Section):
     deadline: Seconds = 3600.0
     """Seconds in which an agent must finish its session."""
     max_calls: Annotated[int, Field(gt=0, le=4096)] = 64
-    """Calls of a session. A further call makes no step, and is answered with a text that says so."""
+    """Calls of a session. A further call makes no step, and its answer says so."""
     max_tokens: Positive = 1 << 15
     """Tokens in all steps of a session; what several calls share counts once."""
     train: tuple[Literal["main", "sub", "aux"], ...] = ("main", "sub")
     """Roles of calls that are trained: main, sub (another system prompt), aux (single questions, as for a title)."""
     structured: Literal["ignore", "refuse"] = "ignore"
-    """A request that prescribes the form of the answer (a JSON schema, a forced tool): the policy answers freely
-    (`ignore`), or it is refused."""
+    """A request that prescribes the form of the answer (a JSON schema, a forced tool) is answered freely (`ignore`) or
+    refused."""
     exit_code_reward: dict[FailureName, Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]] = {}
-    """Rewards of agents that failed because of what the policy wrote: by the command's exit code, as in `{1: 0.0}`, or
-    by the exception that `play` raised. After other failures, the trajectory is attempted again."""
+    """Rewards for failures that the policy caused: by the command's exit code, as in `{1: 0.0}`, or by the exception
+    that `play` raised. After other failures, the trajectory is attempted again."""
     tool_parser: str = "json"
     """Parser of tool calls and thinking: `json`, for Qwen and Hermes models; or names of vLLM's parsers, such as
     `hermes`, or `hermes+deepseek_r1` with one for the thinking."""
@@ -259,16 +259,15 @@ class GeneratorConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample only among the most probable tokens that together have this probability; the trainer does the same."""
     top_k: NotNegative = 0
-    """Sample only among this many most probable tokens; 0: all. At most 512 tokens may be left of `top_p` and `min_p`;
-    with `top_k`, the engine looks at fewer tokens, and the buffer needs less room."""
+    """Sample only among this many most probable tokens; 0: all. `top_p` and `min_p` may leave at most 512 tokens; with
+    `top_k`, engine and buffer need less room."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Sample only among tokens that are at least this fraction as probable as the most probable one."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Stop strings. After one, an end token is appended, which carries no loss."""
     conversation: Literal["append", "rerender", "inline"] = "append"
     """Prompt of the next turn. `append`: new messages follow the unchanged tokens; `rerender`: the whole conversation
-    is rendered again, with a new row where the template changes earlier turns; `inline`: the new text follows as plain
-    text in one message of the assistant."""
+    is rendered again; `inline`: the new text follows as plain text in one message of the assistant."""
     chat_template_options: dict[str, str | int | float | bool] = {}
     """Options of the chat template, such as `enable_thinking: false`."""
     kv_cache_bytes: Positive | None = None
@@ -278,14 +277,13 @@ class GeneratorConfig(Section):
     enforce_eager: bool = False
     """Run engines without compilation and CUDA graphs."""
     record_experts: bool = True
-    """Engines on GPUs record the experts of each token, and the trainer uses the same; false: the trainer's router
-    chooses, and log-probabilities differ more."""
+    """Engines on GPUs record the experts of each token for the trainer; false: the trainer's router chooses, and
+    log-probabilities differ more."""
     quantization: Literal["fp8"] | None = None
-    """`fp8`: an engine on a GPU computes with 8-bit weights, so it samples from another distribution than the
-    trainer's; `algorithm.correction` must be on."""
+    """`fp8`: an engine on a GPU computes with 8-bit weights, so its distribution differs from the trainer's; needs
+    `algorithm.correction`."""
     engine_options: dict[str, JsonValue] = {}
-    """Further arguments of vLLM's `AsyncEngineArgs`, such as `max_num_batched_tokens` or `pipeline_parallel_size`;
-    docs/engine-options.md lists those that are refused."""
+    """Further arguments of vLLM's `AsyncEngineArgs`, such as `max_num_batched_tokens`; see docs/engine-options.md."""
     request_deadline: Seconds = 300.0
     """Seconds in which an engine must generate one turn."""
     silent_deadline: Seconds = 60.0
@@ -343,8 +341,7 @@ class ScorerConfig(Section):
     weight: float = 1.0
     """Factor by which the scorer's reward is multiplied."""
     workers: Count = 1
-    """Groups that are scored at the same time. With `use`, each worker is a process, so that a hang or crash affects
-    one group."""
+    """Groups that are scored at the same time. With `use`, each worker is a process."""
     deadline: Seconds = 60.0
     """Seconds in which a group must be scored."""
     attempts: Positive = 3

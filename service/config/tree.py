@@ -77,17 +77,16 @@ class RunConfig(Section):
     max_steps: Annotated[int, Field(gt=0, lt=1 << 31)] = 100
     """Optimizer steps after which the run ends."""
     max_restarts: NotNegative = 3
-    """Failures of a generator or of the trainer that a run survives without a new optimizer step in between; a repeated
-    step is not new."""
+    """Failures of a generator or of the trainer that a run survives without a new (not repeated) optimizer step in
+    between."""
     trajectories_per_step: NotNegative = 2
-    """Trajectories of each mini-batch, and of those that ended untrained since the previous one, that are recorded in
-    `trajectories.jsonl`, until the file is full."""
+    """Trajectories of each mini-batch, and as many untrained ones, that are recorded in `trajectories.jsonl`, until the
+    file is full."""
     keep_best: Annotated[str, Field(pattern=SCORE)] | None = None
     """Score of an evaluation set, such as `eval/made/avg_score`; the weights with the highest score are kept in
     `best/`."""
     stop_grace: Seconds = 600.0
-    """Seconds from a stop signal, in which the run finishes its step and writes the final weights, until it is ended by
-    force."""
+    """Seconds in which a stopped run must finish its step and write the final weights; then it is killed."""
     start_deadline: Seconds = 600.0
     """Seconds in which the cluster must have room; then those in which ranks must load, compile and try the largest
     micro-batch, and an engine or a scorer must start."""
@@ -148,7 +147,7 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Train a low-rank adapter and keep the model's weights unchanged; None: train all weights."""
     adapter: Annotated[UserPath, Named("adapter", "folder", "give a folder with adapter_config.json")] | None = None
-    """Folder of an adapter in PEFT's form with which training starts; its settings must be those of `lora`."""
+    """Folder of an adapter in PEFT's form with which training starts; it must match `lora`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the parameters in forward passes of engine and trainer."""
 
@@ -166,8 +165,8 @@ class BufferConfig(Section):
     step_deadline: Seconds = 300.0
     """Seconds without progress after which a trajectory starts again as its next attempt."""
     max_attempts: Positive = 3
-    """Attempts of a trajectory. If its environment failed each time, the trajectory is lost; if its generators crashed
-    or timed out, the group is refused."""
+    """Attempts of a trajectory. If its environment failed each time, the trajectory is lost; if generators failed, the
+    group is refused."""
     group_deadline: Seconds | None = None
     """Seconds from a group's claim until only its complete trajectories are trained, or, if fewer than two are, none;
     None: no deadline."""
@@ -217,8 +216,7 @@ class MetricsConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port of /metrics and /status; None: 9400, or the next free port; 0: any free port."""
     long_batch_tokens: Positive | None = None
-    """Padded length in tokens above which a mini-batch is long for the alert; None: 75 % of the longest possible
-    row."""
+    """Padded length above which a mini-batch is long for the alert; None: 75 % of the longest possible row."""
     wandb: WandbConfig | None = None
 
 
