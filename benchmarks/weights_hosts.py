@@ -47,8 +47,8 @@ class Rank(TrainerRank):
         shape = (int(millions * 1e6 / TENSORS / 1000), 1000)
         made = {f"layers.{number}.weight": torch.randn(shape).bfloat16() for number in range(TENSORS)}
         rows = {name: WeightRows(shape, 0, tensor) for name, tensor in made.items()}
-        policy = SimpleNamespace(dtype=torch.bfloat16)
-        self._learner = SimpleNamespace(shards=lambda: rows, policy=policy)  # type: ignore[assignment]
+        policy = SimpleNamespace(dtype=torch.bfloat16, shards=lambda: rows)
+        self._learner = SimpleNamespace(policy=policy)  # type: ignore[assignment]
 
 
 class Holder(ImageHolder):

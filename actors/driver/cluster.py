@@ -107,14 +107,14 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunS
         .remote(config_json, prepared.vocab_size, str(prepared.tasks_file), str(journal), HUB, prepared.routing, asking)
     )
 
-    gateway, front = None, None
+    gateway, address = None, None
     if config.endpoint is not None and secret is not None:
-        front, port = GatewayAddress.choose(config.endpoint)
+        address, port = GatewayAddress.choose(config.endpoint)
         options = {"name": GATEWAY, "num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
         own = config.endpoint.model_dump_json()
         gateway = ray.remote(GatewayActor).options(**options).remote(own, secret, port, BUFFER)
         starting["the agents' address"] = partial(started, partial(call, gateway.start, who="the gateway"))
-        say(f"agents call the policy at {front.url}")
+        say(f"agents call the policy at {address.url}")
 
     def generator(number: int, of: PlacementGroup, bundle: int, max_restarts: int) -> Any:
         name, paths = f"generator-{number}", (str(prepared.model_folder), str(prepared.tasks_file))
@@ -122,7 +122,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunS
         actor = ray.remote(concurrency_groups={WATCHING: 1})(Generator).options(
             name=name, max_restarts=max_restarts, **options
         )
-        return actor.remote(name, config_json, *paths, BUFFER, HUB, secret, number, str(prepared.base), front)
+        return actor.remote(name, config_json, *paths, BUFFER, HUB, secret, number, str(prepared.base), address)
 
     async def place(number: int) -> Placed:
         own = [engine_bundle(config, gpus)]

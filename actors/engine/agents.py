@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.agents.agents import Agents, Front
+from service.agents.agents import Agents, GatewayRoute
 from service.agents.messages_and_replies import JsonCalls, Reply, ReplyParser
 from service.config.rollout import AgentsConfig
 from service.errors import UserError
@@ -88,13 +88,13 @@ def agents_of(
     model_folder: Path,
     secret: RunSecret | None,
     number: int,
-    front: Front | None,
+    route: GatewayRoute | None,
     chat: Chat,
     engine: Engine,
     limits: AgentLimits,
 ) -> Agents | None:
     """The agents that call this engine; None without an `endpoint` for them. `number`: the generator's number;
-    `front`: the run's gateway.
+    `route`: through the run's gateway.
 
     Their `load` raises the errors of `VllmParser`.
     """
@@ -105,7 +105,7 @@ def agents_of(
         name = endpoint.tool_parser
         return JsonCalls() if name == OWN else VllmParser(name, load_tokenizer(model_folder), chat.end_ids)
 
-    return Agents(endpoint, chat, engine, limits, secret, number, parser, front)
+    return Agents(endpoint, chat, engine, limits, secret, number, parser, route)
 
 
 def _load(name: str, load: Callable[[str], object], known: Collection[str]) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from actors.engine.agents import agents_of
-from service.agents.agents import Front
+from service.agents.agents import GatewayRoute
 from service.agents.commands import AgentRunner
 from service.config import Config
 from service.rollout.engine import Engine, PlaySettings
@@ -24,15 +24,15 @@ class RunPlayer(Player):
         engine: Engine,
         secret: RunSecret | None = None,
         number: int = 0,
-        front: Front | None = None,
+        route: GatewayRoute | None = None,
     ) -> None:
         """Store the settings. `secret`: the run's secret, for the keys of agents; `number`: the number of this
-        generator, from 0; `front`: the run's gateway for agents."""
+        generator, from 0; `route`: that of agents' requests through the run's gateway."""
         settings = PlaySettings(config.run.seed, config.env, config.generator, config.roles)
         super().__init__(
             settings,
             model_folder,
             engine,
-            agents=partial(agents_of, config.endpoint, model_folder, secret, number, front),
+            agents=partial(agents_of, config.endpoint, model_folder, secret, number, route),
             commands=AgentRunner(config.env),
         )

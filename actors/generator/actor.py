@@ -99,8 +99,8 @@ class Generator(ImageHolder, Supervised):
         self._tasks = load_tasks(Path(tasks_file))
         self._engine = VllmEngine(self._config, Path(base or model_folder))
         self._gateway = gateway
-        front = gateway.front() if gateway is not None else None
-        self._player = RunPlayer(self._config, Path(model_folder), self._engine, secret, number, front)
+        route = gateway.route() if gateway is not None else None
+        self._player = RunPlayer(self._config, Path(model_folder), self._engine, secret, number, route)
         self._limit = GroupLimit.of(self._config)
         self._groups = 0
         """Number of open groups."""
@@ -130,7 +130,7 @@ class Generator(ImageHolder, Supervised):
         self._reporter.start()
         self._watch = LoopWatch()
         gateway, agents = self._gateway, self._player.agents
-        if gateway is not None and agents is not None and gateway.front().url:
+        if gateway is not None and agents is not None and gateway.route().url:
             await agents.listen()
             self._announcing = asyncio.ensure_future(gateway.announce(self._name, agents.address))
             log_failure(self._announcing, "the gateway is not told of this generator any more")

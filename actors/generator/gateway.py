@@ -13,7 +13,7 @@ import ray
 from actors.calls import ACTOR_FAILED, call, resolve_actor
 from actors.deaths import Supervised
 from actors.observe.actor_logs import keep_log
-from service.agents.agents import Front, is_loopback, named_errors, warn_if_open
+from service.agents.agents import GatewayRoute, is_loopback, named_errors, warn_if_open
 from service.agents.gateway import Gateway
 from service.agents.listening import address_of
 from service.config.rollout import AgentsConfig
@@ -52,11 +52,13 @@ class GatewayAddress(NamedTuple):
         url = address_of(ray.util.get_node_ip_address() if on_all else host, port)
         return GatewayAddress(url, ray.get_runtime_context().get_node_id()), port
 
-    def front(self) -> Front:
-        """The gateway for a generator on this node."""
+    def route(self) -> GatewayRoute:
+        """The route to a generator on this node."""
         if ray.get_runtime_context().get_node_id() == self.node:
-            return Front(self.url, "127.0.0.1")
-        return Front("", "127.0.0.1") if is_loopback(self.url) else Front(self.url, ray.util.get_node_ip_address())
+            return GatewayRoute(self.url, "127.0.0.1")
+        if is_loopback(self.url):
+            return GatewayRoute("", "127.0.0.1")
+        return GatewayRoute(self.url, ray.util.get_node_ip_address())
 
     async def announce(self, generator: str, address: str) -> None:
         """Tell the gateway again and again, until cancelled, that a generator serves at this address."""

@@ -97,12 +97,9 @@ def dashboards_page() -> str:
     """The text of `docs/dashboards.md`, which lists them; a panel has its meaning as its description."""
     text = (
         "# Dashboards\n\nMade from `scripts/dashboards/` by `python -m scripts.docs`. [Operations](operations.md"
-        "#prometheus-alertmanager-grafana) says how to start Prometheus and Grafana; this Grafana loads the files of "
-        "`deploy/grafana/dashboards/` through `deploy/grafana/provisioning/`. In a Grafana of your own, import the "
-        "files and choose your Prometheus as *Data source*. The variable *Run* chooses the run, and is empty until a "
-        "run has started its actors. Panels for parts that a run does not use (agents, scorers, evaluations, ...) stay "
-        "empty; each has its meaning as its description. The queries are checked against a live Prometheus; no Grafana "
-        "server has rendered the dashboards.\n"
+        "#prometheus-alertmanager-grafana) says how to start Grafana with them. The variable *Run* chooses the run, "
+        "and is empty until a run has started its actors. Panels of parts that a run does not use stay empty. The "
+        "queries are checked against a live Prometheus; no Grafana server has rendered the dashboards.\n"
     )
     text += "\n| dashboard | what it shows |\n|---|---|\n"
     for dashboard in DASHBOARDS:

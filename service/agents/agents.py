@@ -40,12 +40,12 @@ from service.types import EvaluationId, Int32s, Steps, TrajectoryEnd, Trajectory
 log = logging.getLogger(__name__)
 
 
-class Front(NamedTuple):
-    """The gateway that passes the requests of agents on to a generator."""
+class GatewayRoute(NamedTuple):
+    """How the requests of agents reach a generator through the run's gateway."""
 
     url: str
-    """Empty: agents call the generator itself, because they do not reach the gateway."""
-    own_host: str
+    """The gateway's address; empty: agents call the generator itself, because they do not reach the gateway."""
+    listen_host: str
     """The address at which the generator listens for the gateway."""
 
 
@@ -61,12 +61,12 @@ class Agents:
         secret: RunSecret | None = None,
         number: int = 0,
         make_parser: Callable[[], ReplyParser] = JsonCalls,
-        front: Front | None = None,
+        route: GatewayRoute | None = None,
     ) -> None:
         """`secret`: the run's secret; None: keys are valid only in this process. `number`: the generator's number, from
-        0. `make_parser`: see `load`. `front`: the run's gateway; None: agents call this process."""
+        0. `make_parser`: see `load`. `route`: through the run's gateway; None: agents call this process."""
         self._config = config
-        self._front = front
+        self._route = route
         self._secret = secret or new_secret()
         self._make_parser = make_parser
         self._chat = chat
@@ -131,7 +131,7 @@ class Agents:
         await self.listen()
         restored = self._restored.pop(str(trajectory), None)
         session = restored or self.session(trajectory, task, sink)
-        url = self._front.url if self._front is not None else ""
+        url = self._route.url if self._route is not None else ""
         session.base_url = f"{url or self.address}/s/{session.name}/v1"
         try:
             run = guard.play(session, task, seed, resumes=restored is not None)
@@ -211,7 +211,7 @@ class Agents:
         async with self._starting:
             if self.address:
                 return
-            own = (self._config.host, self._config.port) if self._front is None else (self._front.own_host, 0)
+            own = (self._config.host, self._config.port) if self._route is None else (self._route.listen_host, 0)
             with named_errors(self._config):
                 self.address = await self.endpoint.start(*own)
             log.info("the policy is served at %s", self.address)
