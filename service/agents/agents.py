@@ -96,7 +96,7 @@ class Agents:
         self.parser = self._make_parser()
 
     def abandon(self) -> None:
-        """Answer no request any more: another generator continues the open sessions."""
+        """Stop answering requests, because another generator continues the open sessions."""
         self.endpoint.is_abandoned = True
         for session in self.sessions.open():
             session.moves = True

@@ -2,8 +2,8 @@
 
 folder with the template's and the row's files --> command --> its output --> score --> folder removed
 
-A command has a process group, a folder, resource limits and a time limit of its own. These contain mistakes, not
-attacks: a command that has to be walled in starts bubblewrap, podman or Harbor itself. If a child process is late,
+A command has a process group, a folder, resource limits and a time limit of its own. These limits contain mistakes, not
+attacks: a command that needs a sandbox must start bubblewrap, podman or Harbor itself. If a child process is late,
 fails or loses its parent, its keeper (`service.rollout.child_main`) ends it and all processes that the command started.
 """
 
@@ -51,9 +51,10 @@ KEPT_VARIABLES = {"PATH": os.defpath, "LANG": "C.UTF-8"}
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 LIMITED = """echo 1000 2>/dev/null >/proc/self/oom_score_adj
 ulimit -c 0 && ulimit -f "$1" && ulimit -d "$2" && shift 2 && exec "$@\""""
-"""The shell's lines that set limits and become the command; without memory the kernel ends the command first."""
+"""The shell commands that set limits and then run the agent's command; if memory runs out, the kernel kills this
+process first."""
 SIGNALLED = 128
-"""Exit codes above it stand for signals, which are added to it."""
+"""Exit codes above this number stand for signals: this number plus the signal's number."""
 REMOVE_SECONDS = 600.0
 AROUND_SECONDS = 300.0
 """Time limit, in seconds, to fill and to remove a trajectory's folder."""

@@ -39,7 +39,7 @@ from service.types import TrajectoryId
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 10.0
-"""Seconds after which a generator that did not say that it serves is not asked for sessions any more."""
+"""Seconds after its last announcement for which a generator is asked for sessions."""
 WAIT_SECONDS = 120.0
 """Maximum seconds that a request waits for a generator to hold its session."""
 LOOK_SECONDS = 0.2
@@ -64,10 +64,10 @@ KEEP_ALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * (ROOM_SECONDS + 10))),
 )
-"""Options of connections to generators, so that one to a lost host breaks. A live generator may read nothing of a large
-body for `ROOM_SECONDS`."""
+"""Options of connections to generators, so that a connection to a lost host breaks. A live generator may read nothing
+of a large body for `ROOM_SECONDS`."""
 HELD, UNKNOWN, ENDED = 200, 401, 409
-"""HTTP statuses of a generator's answer about a session: it is there, was never there, or ended there."""
+"""HTTP statuses with which a generator answers whether it has a session: yes, never had, ended."""
 
 IsOpen = Callable[[TrajectoryId], Awaitable[bool]]
 """A function that returns whether a trajectory continues: it is unfinished, and no newer attempt replaced it."""

@@ -1,4 +1,4 @@
-"""An HTTP server that bounds the connections of clients which stay silent, never read, or are many."""
+"""An HTTP server that limits the number of connections, and closes those whose clients stay silent or never read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ LINGER_SECONDS = 2.0
 UNREAD_SECONDS = 60.0
 """Seconds after which a connection is closed if its client reads nothing of the answer that is being sent."""
 MAX_CONNECTIONS = 4096
-"""Maximum number of open connections; for a further one the oldest of the session with the most is closed."""
+"""Maximum number of open connections. If one more opens, the oldest connection of the session that has the most is
+closed."""
 
 
 class Listener:

@@ -23,7 +23,7 @@ from service.rollout.chat.tools import ToolCall, is_shallow, read_call
 from service.rollout.environment import Message, tagged
 
 EXACT, LARGEST = 1 << 53, 1 << 1023
-"""The largest integers that a double holds exactly, and at all."""
+"""The largest integer up to which a double holds all integers exactly, and the largest that it holds at all."""
 THINK, THOUGHT = "<think>", "</think>"
 
 

@@ -50,7 +50,7 @@ SPENT = "Step budget exhausted."
 request."""
 
 Sample = Callable[[Int32s, Sampling, str], Awaitable[Generation]]
-"""A function that samples: (ids of the prompt, sampling parameters, id of the request) -> the sampled response."""
+"""A function that samples a response: (ids of the prompt, sampling parameters, id of the request) -> response."""
 
 
 class Outcome(NamedTuple):

@@ -4,8 +4,9 @@ ended before the generator restarted.
     finish(body) --> trajectory's end in the journal --> note the body in the file --> 200
     finish with the noted body again: 200; with another body: 409
 
-If the generator dies before the note is in the file, the next generator opens the session again, or, if the buffer
-has an end of the trajectory or has given it up, knows nothing of it and answers 401; the gateway then answers 409.
+If the generator dies before the note is in the file, the next generator opens the session again. But if the buffer
+already has the trajectory's end, or gave the trajectory up, no generator knows the session: all answer 401, and the
+gateway answers 409.
 """
 
 from __future__ import annotations
@@ -90,9 +91,8 @@ class Sessions:
         self._names[_digest(session.key)] = session.name
 
     def remove(self, session: Session) -> None:
-        """Close a session, if it is open, and remove it with its tokens. Unless another generator continues it, what is
-        kept is that it ended and, if the buffer has recorded that, the digest of the body with which a client finished
-        it."""
+        """Close a session, if it is open, and remove it with its tokens. Unless another generator continues it, its end
+        is remembered and, if the buffer has recorded it, the digest of the body with which a client finished it."""
         session.close()
         self.counts[session.state] += 1
         del self._open[session.name]

@@ -34,7 +34,7 @@ from service.learn.model.sharding import shard_bounds
 
 METADATA_FILE = "learner.json"
 CHUNK_BYTES = 64 << 20
-"""Bytes that are written before they are synced, so that the driver sees progress on a slow disk too."""
+"""Bytes that are written between two syncs, so that the driver sees progress even on a slow disk."""
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """Names of the tensors' dtypes in the header of a safetensors file."""
 

@@ -86,7 +86,7 @@ def share_cores(ranks_of_host: int) -> None:
 
 
 def stop_compiling() -> None:
-    """Run uncompiled, from now on, what has no compiled graph yet, so that no rank waits in a collective for one that
+    """From now on, run code without a compiled graph uncompiled, so that no rank waits in a collective for a rank that
     compiles."""
     torch.compiler.set_stance("eager_on_recompile")
 

@@ -189,7 +189,7 @@ class DeviceBatch(NamedTuple):
     attention: dict[str, Any]
     """The arguments with which the model computes its attention."""
     routed_experts_SLK: Tensor | None
-    """The recorded experts of each layer, as bytes where they are recorded so; a layer widens its own."""
+    """The recorded experts of each layer, in the recorded type; each layer converts its own to a wider type."""
     state_M: Tensor
     """For each loss token, the slot whose hidden state predicts it."""
     token_ids_M: Tensor
@@ -213,7 +213,7 @@ class DeviceBatch(NamedTuple):
     @staticmethod
     def of(micro: MicroBatch, settings: DeviceSettings) -> DeviceBatch:
         """Copy a micro-batch to the device. An empty micro-batch becomes a dummy row, because this rank has to take
-        part in the collectives. The row has two tokens, because compiled layers would need another graph for one.
+        part in the collectives. The dummy row has two tokens, because a single token would need another graph.
 
         Raises:
             ValueError: the first token of a row carries loss.

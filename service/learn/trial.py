@@ -8,7 +8,7 @@ every graph of compiled layers, before the deadline of a step counts:
     rows that share a prefix                      another graph
     each of them without a backward pass          another graph each: measurements and frozen weights
 
-If memory lacks, the ranks restart with the next level of gradient checkpointing, one level for all ranks.
+If memory runs out, all ranks restart with the next level of gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def take_trial(settings: LearnSettings, policy: Policy, elsewhere: float = 0) ->
 
 
 def engine_bytes(policy: Policy, kv_cache_bytes: int) -> float:
-    """Bytes of a GPU that an engine on it needs, and the copy of the weights that it loads."""
+    """Bytes of a GPU that an engine needs, including the copy of the weights while it loads them."""
     trained = policy.master_weights.parameters.values()
     copies = sum(map(torch.numel, policy.model.parameters())) + sum(map(torch.numel, trained))
     return copies * policy.dtype.itemsize + kv_cache_bytes + ENGINE_BYTES
@@ -104,7 +104,7 @@ def _limited(device: torch.device, elsewhere: float) -> Iterator[None]:
 
 def largest_mini_batch(trainer: TrainerConfig, vocab_size: int, longest_row: int) -> MiniBatch:
     """A mini-batch of full micro-batches: packed rows, rows that share a prefix if the layout allows it, packed rows
-    again. During the last one the gradients of the others are in memory. It is the part of every rank."""
+    again. During the last micro-batch the gradients of the others are in memory. Every rank gets the same."""
     budget = trainer.tokens_of_micro_batch
     length = max(2, min(longest_row, budget))
     shapes = [(max(1, budget // length), length, 0)] * 2

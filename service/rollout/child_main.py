@@ -28,7 +28,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_SECONDS = 10
 """Seconds in which the descendants must end; afterwards the keeper ends, even if some of them still run."""
 SIGNALLED = 128
-"""Exit codes of a keeper above it stand for the signal that ended the process that answers, which is added to it."""
+"""Exit codes of a keeper above this number mean that a signal ended the process that answers: this number plus the
+signal's."""
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ class AgentPlayer(Protocol):
     limits: AgentLimits
 
     def load(self) -> None:
-        """Load what reads the policy's responses; called when the engine runs."""
+        """Load the parser of the policy's responses; called when the engine runs."""
 
     address: str
     """The address of this process's endpoint."""
@@ -47,7 +47,7 @@ class AgentPlayer(Protocol):
         """Prepare to continue a trajectory that another process began; returns False if that is impossible."""
 
     def abandon(self) -> None:
-        """Answer no request of agents any more, and let another generator continue their sessions."""
+        """Stop answering requests of agents, and let another generator continue their sessions."""
 
     async def play(
         self, trajectory: TrajectoryId, task: Task, guard: EnvGuard, seed: int, sink: StepSink
@@ -103,7 +103,7 @@ class Player:
         return played.end
 
     def load(self) -> None:
-        """Load what reads the responses to agents; call once the engine runs."""
+        """Load the parser of responses to agents; call it when the engine runs."""
         if self.agents is not None:
             self.agents.load()
 

@@ -168,7 +168,7 @@ class TimedEngine:
         self._engine, self._timelines = engine, timelines
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
-        """TimedCall the engine's `generate`, and record how long the call took."""
+        """Call the engine's `generate`, and record how long the call took."""
         began = time.monotonic()
         generation = await self._engine.generate(prompt_ids, sampling, request_id)
         self._timelines.generated(request_id, began, generation)

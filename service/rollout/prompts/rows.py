@@ -50,7 +50,7 @@ def read_rows(path: Path) -> list[Any]:
 
 
 def is_joined(path: Path) -> bool:
-    """True if a data set is several files of rows, or the file in a folder."""
+    """True if a data set consists of several files, or is the only file of a folder."""
     files = _files_of(path)
     return files != [path] and not files[0].is_dir()
 
