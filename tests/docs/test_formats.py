@@ -12,7 +12,7 @@ from service.config import load_config
 from service.config.core_settings import buffer_settings
 from service.handoff.buffer_settings import opening
 from service.handoff.ledger.events import Fate, GroupState
-from service.handoff.steps.wire import ALIGNMENT, MAGIC, MINI_BATCH, PREFIX, STEP_GROUP, VERSION
+from service.handoff.steps.wire import ALIGNMENT, DEFLATED, MAGIC, MINI_BATCH, PREFIX, STEP_GROUP, VERSION
 from service.handoff.verbs import WaitReason
 from service.observe.not_learning import SYMPTOMS
 from service.observe.status_document import SCHEMA
@@ -35,7 +35,7 @@ def test_every_field_of_a_step_and_of_an_end_is_explained() -> None:
 
 def test_the_layout_of_a_message_is_the_documented_one() -> None:
     assert f"magic `{MAGIC.decode()}`" in FORMATS
-    assert f"{STEP_GROUP} step group, {MINI_BATCH} mini-batch" in FORMATS
+    assert f"{STEP_GROUP} step group, {MINI_BATCH} mini-batch, {DEFLATED} " in FORMATS
     assert f"format version, u16: {VERSION} " in FORMATS
     assert f"| {PREFIX.size}.. | header" in FORMATS and f"multiple of {ALIGNMENT} bytes" in FORMATS
     assert f'"schema": {SCHEMA},' in FORMATS

@@ -4,13 +4,15 @@
     28  header: msgpack of a `GroupHead` or a `BatchHead`, which has the name, dtype and shape of each array
     ..  the arrays, in the header's order, each at a multiple of 64 bytes from the start
 
-The checksum covers all bytes after it. Decoding never runs code; the arrays are read-only views of the message.
+The checksum covers all bytes after it. Decoding never runs code; the arrays are read-only views of the message. A step
+group with supports is sent deflated: it is the header of a message of another kind, which has no arrays.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ from service.handoff.steps.values import Limits
 from service.types import Ends, MicroBatch, MiniBatch, Refusal, RefusalReason, Sender, StepGroup, Steps
 
 MAGIC, VERSION = b"BATN", 6
-STEP_GROUP, MINI_BATCH = 1, 2
+STEP_GROUP, MINI_BATCH, DEFLATED = 1, 2, 3
 PREFIX = struct.Struct("<4sHHIQQ")
 ALIGNMENT = 64
 MAX_HEADER_BYTES = 1 << 20
@@ -88,7 +90,8 @@ def encode(group: StepGroup) -> bytes:
             f"a step group's header takes {len(head)} bytes, MAX_HEADER_BYTES is {MAX_HEADER_BYTES}: send its "
             f"{sum(map(len, names))} uids, stop reasons, notes and infos in several messages"
         )
-    return _framed(STEP_GROUP, head, arrays)
+    message = _framed(STEP_GROUP, head, arrays)
+    return message if steps.support_U is None else _framed(DEFLATED, zlib.compress(message), {})
 
 
 def decode(data: bytes | memoryview, limits: Limits | None) -> StepGroup | Refusal:
@@ -96,6 +99,8 @@ def decode(data: bytes | memoryview, limits: Limits | None) -> StepGroup | Refus
     try:
         if limits is not None and len(data) > limits.max_group_bytes:
             raise _Damaged(RefusalReason.TOO_LARGE, "message", len(data))
+        if len(data) >= PREFIX.size and PREFIX.unpack_from(data)[1] == DEFLATED:
+            data = _inflated(data, 0 if limits is None else limits.max_group_bytes)
         return _step_group(*_opened(data, STEP_GROUP, GroupHead))
     except _Damaged as damaged:
         return damaged.refusal
@@ -178,8 +183,30 @@ def _framed(kind: int, head: bytes, arrays: Mapping[str, NDArray[Any]]) -> bytes
     return b"".join([prefix, *parts])
 
 
+def _inflated(data: bytes | memoryview, max_bytes: int) -> bytes:
+    """The step group in a deflated message; `max_bytes`: the most that it may have, 0: any number."""
+    inflating = zlib.decompressobj()
+    try:
+        message = inflating.decompress(_header(data, DEFLATED, len(data)), max_bytes and max_bytes + 1)
+    except zlib.error as error:
+        raise _Damaged(RefusalReason.MALFORMED, "deflated") from error
+    if max_bytes and len(message) > max_bytes:
+        raise _Damaged(RefusalReason.TOO_LARGE, "message", len(message))
+    return message
+
+
 def _opened(data: bytes | memoryview, kind: int, form: type[Any], max_header_bytes: int = MAX_HEADER_BYTES) -> Any:
     """The header, and the arrays by name; checks every length before it creates any array."""
+    packed = _header(data, kind, max_header_bytes)
+    try:
+        head = msgspec.msgpack.decode(packed, type=form)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _Damaged(RefusalReason.SCHEMA, f"header: {error}"[:200]) from error
+    return head, _arrays(memoryview(data), PREFIX.size + len(packed), head.arrays)
+
+
+def _header(data: bytes | memoryview, kind: int, max_bytes: int) -> memoryview:
+    """The header of a message of this kind that is not damaged."""
     if len(data) < PREFIX.size:
         raise _Damaged(RefusalReason.MALFORMED, "message", len(data))
     magic, found_kind, version, head_bytes, payload_bytes, checksum = PREFIX.unpack_from(data)
@@ -187,16 +214,12 @@ def _opened(data: bytes | memoryview, kind: int, form: type[Any], max_header_byt
         raise _Damaged(RefusalReason.MALFORMED, "magic")
     if version != VERSION:
         raise _Damaged(RefusalReason.SCHEMA, "version", version)
-    if PREFIX.size + head_bytes + payload_bytes != len(data) or head_bytes > max_header_bytes:
+    if PREFIX.size + head_bytes + payload_bytes != len(data) or head_bytes > max_bytes:
         raise _Damaged(RefusalReason.MALFORMED, "length", len(data))
     view = memoryview(data)
     if xxhash.xxh3_64_intdigest(view[PREFIX.size :]) != checksum:
         raise _Damaged(RefusalReason.CHECKSUM, "message")
-    try:
-        head = msgspec.msgpack.decode(view[PREFIX.size : PREFIX.size + head_bytes], type=form)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _Damaged(RefusalReason.SCHEMA, f"header: {error}"[:200]) from error
-    return head, _arrays(view, PREFIX.size + head_bytes, head.arrays)
+    return view[PREFIX.size : PREFIX.size + head_bytes]
 
 
 def _arrays(view: memoryview, position: int, heads: tuple[ArrayHead, ...]) -> dict[str, NDArray[Any]]:

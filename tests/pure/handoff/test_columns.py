@@ -116,6 +116,7 @@ def test_supports_stay_with_their_tokens_from_the_generator_to_the_trainer() -> 
         steps += [supported(step) for step in own] if sample else own  # one that was not truncated
     message = step_group(SENDER, steps, ends)
     again = decode(encode(message), LIMITS)
+    assert len(encode(message)) < 0.6 * len(encode(replace(message, steps=replace(message.steps, support_U=None))))
     assert isinstance(again, StepGroup) and refusal(again, replace(LIMITS, vocab_size=1010)) is None
     assert all(same_step(message.steps, k, again.steps, k) for k in range(len(steps)))
     other = again.steps.support_U + again.steps.support_size_N.max()  # type: ignore[operator,union-attr]

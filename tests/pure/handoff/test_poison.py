@@ -1,6 +1,7 @@
 """The catalogue of bad inputs: each is refused with its reason, or masked, and none raises."""
 
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -13,7 +14,7 @@ import xxhash
 from service.columns import select
 from service.handoff.steps.tables import step_group, steps_table
 from service.handoff.steps.values import Routing
-from service.handoff.steps.wire import PREFIX, VERSION, decode, encode
+from service.handoff.steps.wire import DEFLATED, PREFIX, VERSION, decode, encode
 from service.handoff.validate import MIN_LOGPROB, refusal
 from service.types import (
     Refusal,
@@ -186,9 +187,9 @@ def reframed(change: Callable[[dict[str, Any]], Any], payload: bytes | None = No
     return framed(head if isinstance(head, bytes) else msgspec.msgpack.encode(head), body)
 
 
-def framed(head: bytes, payload: bytes, version: int = VERSION) -> bytes:
+def framed(head: bytes, payload: bytes, version: int = VERSION, kind: int = 1) -> bytes:
     checksum = xxhash.xxh3_64_intdigest(head + payload)
-    return PREFIX.pack(b"BATN", 1, version, len(head), len(payload), checksum) + head + payload
+    return PREFIX.pack(b"BATN", kind, version, len(head), len(payload), checksum) + head + payload
 
 
 def with_array(array: str, **changes: Any) -> bytes:
@@ -214,6 +215,8 @@ def with_broken_name(head: dict[str, Any]) -> bytes:
 
 DEEP = b"\x91" * 100_000 + b"\xc0"
 
+DEEPER = framed(zlib.compress(encode(GOOD)), b"", kind=DEFLATED)
+
 PICKLE = b"\x80\x04\x95\x1c\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02id\x94\x85\x94R."
 """What would run a program if it were unpickled."""
 
@@ -224,6 +227,10 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], RefusalReason]] = {
     "a mini-batch": (lambda: encode(GOOD)[:4] + struct.pack("<H", 2) + encode(GOOD)[6:], R.MALFORMED),
     "a byte too many": (lambda: encode(GOOD) + b"\0", R.MALFORMED),
     "a wrong checksum": (lambda: encode(GOOD)[:-1] + b"\x77", R.CHECKSUM),
+    "a deflated message of no stream": (lambda: framed(b"BATN", b"", kind=DEFLATED), R.MALFORMED),
+    "a deflated message cut": (lambda: framed(zlib.compress(encode(GOOD))[:-99], b"", kind=DEFLATED), R.MALFORMED),
+    "a deflated message too large": (lambda: framed(zlib.compress(bytes(1 << 21)), b"", kind=DEFLATED), R.TOO_LARGE),
+    "a message deflated twice": (lambda: framed(zlib.compress(DEEPER), b"", kind=DEFLATED), R.MALFORMED),
     "no header": (lambda: framed(b"", b""), R.SCHEMA),
     "a header that nests deeply": (lambda: framed(DEEP, b""), R.SCHEMA),
     "a declared array of 2^32 items": (lambda: framed(b"\xdd\xff\xff\xff\xff", b""), R.SCHEMA),
