@@ -10,13 +10,19 @@ from service.rollout.environment import Message, Task
 from service.rollout.prompts.dataset import rows_digest
 from service.types import PolicyVersion, TrajectoryId
 from tests.invariant import fingerprint, violations
+from tests.pure.buffer import world as buffer_world
 from tests.pure.buffer.world import Generator, World, config, no_room_for_new_files, step
+from tests.pure.handoff.test_columns import supported
 from tests.recorded import KEPT
 
 
-@pytest.fixture(params=[1 << 20, 1], ids=["one segment", "a snapshot after every frame"])
-def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
-    return World(tmp_path, config(algorithm={"filter_zero_variance": True}), segment_bytes=request.param)
+@pytest.fixture(params=["one segment", "a snapshot after every frame", "supports"])
+def world(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = config(algorithm={"filter_zero_variance": True})
+    if request.param == "supports":  # of most steps
+        monkeypatch.setattr(buffer_world, "step", lambda *of: supported(step(*of)))
+        made = config(algorithm={"filter_zero_variance": True}, generator={"top_k": 20})
+    return World(tmp_path, made, segment_bytes=1 << 20 if request.param == "one segment" else 1)
 
 
 def eventful(world: World) -> None:
@@ -53,6 +59,8 @@ def test_an_open_lease_is_given_again_bit_by_bit_after_a_crash(world: World) -> 
     before = encode_mini_batch(world.batch())
     world.crash()
     assert encode_mini_batch(world.batch()) == before
+    has_supports = world.batch().ranks[0][0].support_U is not None
+    assert has_supports == (world.settings.generator.top_k > 0)
     assert world.train().groups == (3, 4)
 
 
