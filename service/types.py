@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -50,9 +50,10 @@ MAX_SUPPORT = 512
 """Maximum size of a support: the tokens among which the sampler drew a token."""
 
 
-def largest_support(top_p: float, top_k: int, min_p: float) -> int:
-    """Maximum size of a support under these settings of a sampler; 0: they leave out no token."""
-    return min(top_k or MAX_SUPPORT, MAX_SUPPORT) if top_p < 1 or top_k or min_p else 0
+def max_support(sampler: Any) -> int:
+    """Maximum size of a support under the settings `top_p`, `top_k` and `min_p` of a sampler; 0: it leaves out none."""
+    truncates = sampler.top_p < 1 or sampler.top_k or sampler.min_p
+    return min(sampler.top_k or MAX_SUPPORT, MAX_SUPPORT) if truncates else 0
 
 
 class PolicyVersion(NamedTuple):

@@ -21,7 +21,7 @@ from service.run.preparing.inputs import Prepared, checked_model, checked_shapes
 from service.run.preparing.teachers import teachers_of
 from service.scorers.scorer import check_tokenizers
 from service.scorers.user import check_scorers
-from service.types import MAX_SUPPORT
+from service.types import MAX_SUPPORT, max_support
 
 
 def prepare(config: Config, folder: Path) -> Prepared:
@@ -43,7 +43,7 @@ def prepare(config: Config, folder: Path) -> Prepared:
         say(f"NOTE {note}")
     if (aside := values_left_aside(model_folder, config.generator)) is not None:
         say(f"NOTE {aside}")
-    if config.generator.max_support == MAX_SUPPORT:
+    if max_support(config.generator) == MAX_SUPPORT:
         say("NOTE generator.top_k: set it, say to 50: otherwise an engine keeps 56 kB for each token until a turn ends")
     check_tokenizers(config.scorers, model_folder)
     routing = routing_of_model(hf_config, config.generator.record_experts)

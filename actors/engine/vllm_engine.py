@@ -41,7 +41,7 @@ from service.errors import RunFailed, Starved, UserError
 from service.model_folder import head_rows
 from service.observe.metrics import Metrics
 from service.rollout.engine import Generation, Sampling
-from service.types import MAX_SUPPORT, NO_VERSION, Float32s, Ids, Int32s, Int64s, PolicyVersion, Uint16s
+from service.types import MAX_SUPPORT, NO_VERSION, Float32s, Ids, Int32s, Int64s, PolicyVersion, Uint16s, max_support
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -368,9 +368,8 @@ def _sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
 
     fields = asdict(sampling) | {"stop": list(sampling.stop), "stop_token_ids": list(sampling.stop_token_ids)}
     asked = 0
-    if fields.pop("with_supports") and sampling.temperature and sampling.max_support:
-        # one more than a support may have shows that it has more
-        asked = min(sampling.max_support + 1 + TIES, vocab_size)
+    if fields.pop("with_supports") and sampling.temperature and (most := max_support(sampling)):
+        asked = min(most + 1 + TIES, vocab_size)  # one more than a support may have shows that it has more
     return SamplingParams(
         **fields,
         logprobs=asked,

@@ -31,7 +31,7 @@ from service.rollout.environment import Status, TrajectoryFailed
 from service.rollout.plain_values import NotAllowed, plain_info, plain_reward
 from service.rollout.step_sinks import StepSink
 from service.rollout.user_errors import type_name
-from service.types import Int32s, Step, Steps, TrajectoryId
+from service.types import Int32s, Step, Steps, TrajectoryId, max_support
 
 log = logging.getLogger(__name__)
 
@@ -306,8 +306,8 @@ class Session:
     def _sampling_of(self, asked: CallRequest) -> Sampling:
         """The sampling parameters of a request; raises `Refused` if the buffer keeps no room for its supports."""
         own = self._limits.sampling
-        sampling, most = replace(own, **asked.truncation), own.max_support
-        if sampling.max_support > most:
+        sampling, most = replace(own, **asked.truncation), max_support(own)
+        if max_support(sampling) > most:
             room = f"at most {most} tokens to draw from: send top_k, or set" if most else "no supports: set"
             raise Refused(400, next(iter(asked.truncation)), f"this run keeps room for {room} generator.top_k")
         return sampling

@@ -16,6 +16,7 @@ from service.handoff.group_bytes import WorstBytes
 from service.handoff.prompt_order import CurriculumSettings
 from service.handoff.scoring import ScorerSettings
 from service.handoff.steps.values import Limits, Routing
+from service.types import max_support
 from service.user_code import registered
 
 ANY_VOCABULARY = 1 << 31
@@ -115,7 +116,7 @@ def worst_bytes(config: Config, expert_bytes: int = 0) -> WorstBytes:
         max_session_tokens=0 if agents is None else agents.max_tokens,
         max_session_calls=0 if agents is None else agents.max_calls,
         expert_bytes=expert_bytes,
-        max_support=config.generator.max_support,
+        max_support=max_support(config.generator),
         has_teacher=config.algorithm.teacher is not None,
         n_scorers=len(config.scorers),
     )

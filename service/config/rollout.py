@@ -25,7 +25,6 @@ from service.config.section import (
     UserPath,
 )
 from service.handoff.steps.values import MAX_REWARD
-from service.types import largest_support
 
 COLDEST, HOTTEST = 0.01, 100.0
 """Lowest and highest temperature in training. vLLM raises a lower temperature to COLDEST, and the trainer could then
@@ -288,11 +287,6 @@ class GeneratorConfig(Section):
     """Seconds in which an engine must generate one turn."""
     silent_deadline: Seconds = 60.0
     """Seconds without an answer after which a generator is restarted."""
-
-    @property
-    def max_support(self) -> int:
-        """Maximum number of tokens among which the sampler draws; 0: it leaves out none."""
-        return largest_support(self.top_p, self.top_k, self.min_p)
 
     @property
     def engine_gpus(self) -> int:

@@ -13,18 +13,7 @@ from service.config.rollout import EnvConfig, GeneratorConfig, RoleConfig
 from service.handoff.steps.values import StopReason
 from service.handoff.validate import LOGPROB_TOLERANCE
 from service.rollout.environment import MAIN
-from service.types import (
-    MAX_SUPPORT,
-    EvaluationId,
-    Experts,
-    Float32s,
-    Ids,
-    Int32s,
-    Int64s,
-    TrajectoryId,
-    Uint16s,
-    largest_support,
-)
+from service.types import MAX_SUPPORT, EvaluationId, Experts, Float32s, Ids, Int32s, Int64s, TrajectoryId, Uint16s
 
 Mode = Literal["append", "rerender", "inline"]
 """How the prompt of the next turn is built (`service.rollout.chat.conversation`)."""
@@ -47,11 +36,6 @@ class Sampling:
     """Token ids that end a turn and are part of the response."""
     with_supports: bool = True
     """Whether to report the supports of the tokens if the sampler truncates."""
-
-    @property
-    def max_support(self) -> int:
-        """Maximum size of a token's support; 0: nothing is left out."""
-        return largest_support(self.top_p, self.top_k, self.min_p)
 
     @staticmethod
     def of(config: GeneratorConfig, stop_token_ids: tuple[int, ...]) -> Sampling:

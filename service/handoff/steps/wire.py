@@ -184,15 +184,11 @@ def _framed(kind: int, head: bytes, arrays: Mapping[str, NDArray[Any]]) -> bytes
 
 
 def _inflated(data: bytes | memoryview, max_bytes: int) -> bytes:
-    """The step group in a deflated message; `max_bytes`: the most that it may have, 0: any number."""
-    inflating = zlib.decompressobj()
+    """The step group in a deflated message, up to `max_bytes` of it; 0: all of it."""
     try:
-        message = inflating.decompress(_header(data, DEFLATED, len(data)), max_bytes and max_bytes + 1)
+        return zlib.decompressobj().decompress(_header(data, DEFLATED, len(data)), max_bytes)
     except zlib.error as error:
         raise _Damaged(RefusalReason.MALFORMED, "deflated") from error
-    if max_bytes and len(message) > max_bytes:
-        raise _Damaged(RefusalReason.TOO_LARGE, "message", len(message))
-    return message
 
 
 def _opened(data: bytes | memoryview, kind: int, form: type[Any], max_header_bytes: int = MAX_HEADER_BYTES) -> Any:

@@ -229,7 +229,7 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], RefusalReason]] = {
     "a wrong checksum": (lambda: encode(GOOD)[:-1] + b"\x77", R.CHECKSUM),
     "a deflated message of no stream": (lambda: framed(b"BATN", b"", kind=DEFLATED), R.MALFORMED),
     "a deflated message cut": (lambda: framed(zlib.compress(encode(GOOD))[:-99], b"", kind=DEFLATED), R.MALFORMED),
-    "a deflated message too large": (lambda: framed(zlib.compress(bytes(1 << 21)), b"", kind=DEFLATED), R.TOO_LARGE),
+    "a deflated message too large": (lambda: framed(zlib.compress(bytes(1 << 21)), b"", kind=DEFLATED), R.MALFORMED),
     "a message deflated twice": (lambda: framed(zlib.compress(DEEPER), b"", kind=DEFLATED), R.MALFORMED),
     "no header": (lambda: framed(b"", b""), R.SCHEMA),
     "a header that nests deeply": (lambda: framed(DEEP, b""), R.SCHEMA),
