@@ -153,18 +153,13 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
 
     Token columns are views if the selected tokens are contiguous and `copy` is False.
     """
-    columns, made = columns_of(type(table)), dict[str, Any]()
-    for column in columns.items:
-        array = getattr(table, column.name)
-        made[column.name] = None if array is None else array[index_X]
+    columns = columns_of(type(table))
+    made: dict[str, Any] = {column.name: getattr(table, column.name)[index_X] for column in columns.items}
     for name, of_axis in columns.ragged:
         offsets_X = getattr(table, name)
         start_X, stop_X = offsets_X[index_X], offsets_X[index_X + 1]
         made[name] = offsets_of(stop_X - start_X)
-        if name == columns.ragged[0][0]:  # the tokens
-            made |= segments_of(table, start_X, stop_X, copy)
-        else:
-            made |= _segments(table, of_axis, start_X, stop_X, copy)
+        made |= segments_of(table, of_axis, start_X, stop_X, copy)
     for names, code in columns.names:
         if len(strings := getattr(table, names)) > 1:
             used, renumbered_X = np.unique(made[code], return_inverse=True)
@@ -172,18 +167,18 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
     return replace(table, **made)
 
 
-def segments_of(table: Table, start_C: Int64s, stop_C: Int64s, copy: bool = False) -> dict[str, Any]:
-    """{column name: the tokens of the segments [C] `start:stop`, concatenated}; views if they are contiguous and `copy`
-    is False. Adjacent segments are copied as one segment:
+def segments_of(
+    table: Table, columns: Sequence[Column], start_C: Int64s, stop_C: Int64s, copy: bool = False
+) -> dict[str, Any]:
+    """{column name: the items of the segments [C] `start:stop` of one ragged axis, concatenated}, with the columns that
+    are nested in them; views if they are contiguous and `copy` is False. Adjacent segments are copied as one segment:
 
         select [0 1 3] of items with offsets [0 5 9 12 20]  ->  copies tokens 0:9 and 12:20
     """
-    columns = columns_of(type(table))
-    made = _segments(table, columns.tokens, start_C, stop_C, copy)
-    for column in columns.nested:
-        made[column.name] = None
-        if (sizes_N := getattr(table, column.about.sizes)) is not None:
-            at_N = nested_offsets(sizes_N)
+    made = _segments(table, columns, start_C, stop_C, copy)
+    for column in columns_of(type(table)).nested:
+        if made.get(column.about.sizes) is not None:
+            at_N = nested_offsets(getattr(table, column.about.sizes))
             made |= _segments(table, (column,), at_N[start_C], at_N[stop_C], copy)
     return made
 

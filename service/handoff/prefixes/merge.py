@@ -140,7 +140,7 @@ def _rows(steps: Steps, layout: _Layout, begin_R: Int64s) -> Rows:
     last_R = layout.last_K[first_R]
     prompt_length_K = total_lengths(steps) - lengths_of(steps.offsets_K) + steps.prompt_length_K
     offsets_R = offsets_of(np.add.reduceat(length_C, begin_R) if len(begin_R) else length_C)
-    columns = segments_of(steps, layout.start_C, layout.stop_C)
+    columns = segments_of(steps, columns_of(Steps).tokens, layout.start_C, layout.stop_C)
     if not layout.live_C.all():  # a context token keeps its id, routed experts and support; it has no loss
         _fill(columns, np.repeat(~layout.live_C, length_C), on_prompt=False)
     if any(column.about.on_prompt and columns[column.name] is not None for column in _FILLED):

@@ -13,7 +13,7 @@ from service.columns import concat, nested_offsets, select, widened
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
-from service.handoff.steps.tables import ends_table, same_step, step_group, steps_table
+from service.handoff.steps.tables import end_objects, ends_table, same_step, step_group, steps_table
 from service.handoff.steps.wire import decode, decode_mini_batch, encode, encode_mini_batch
 from service.handoff.validate import refusal
 from service.rollout.step_sinks import StepColumns
@@ -164,10 +164,14 @@ def test_experts_as_bytes_are_unknown_where_all_of_a_token_are_255() -> None:
     assert widened(experts) is experts
 
 
-def test_selected_items_bring_only_the_uids_that_they_use() -> None:
-    ends = ends_table([end(), end(TrajectoryId(1, 0), uid="b"), end(TrajectoryId(2, 0), uid="c")])
-    chosen = select(ends, np.array([2, 0]))
-    assert [chosen.uids[code] for code in chosen.uid_E] == ["c", "a"] and chosen.group_id_E.tolist() == [2, 0]
+def test_selected_items_bring_their_own_values_on_every_axis_and_only_the_uids_that_they_use() -> None:
+    ends = [
+        end(steps=2)._replace(roles=b"\2\0", transcript=b"of a"),
+        end(TrajectoryId(1, 0), uid="b")._replace(roles=b"\1"),
+        end(TrajectoryId(2, 0), 3, uid="c")._replace(rewards=(0.0, 0.5, 0.25), transcript=b"c"),
+    ]
+    chosen = select(ends_table(ends), np.array([2, 0]))
+    assert end_objects(chosen) == [ends[2], ends[0]] and set(chosen.uids) == {"a", "c"}
 
 
 def test_what_was_appended_is_counted_and_can_be_sent_by_trajectory() -> None:
