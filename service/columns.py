@@ -220,9 +220,7 @@ def concat(tables: Sequence[AnyTable]) -> AnyTable:
     columns, names = columns_of(of), [field.name for field in fields(of)]
     # at once for all fields of a table: there may be thousands of tables with a single step each
     parts = dict(zip(names, zip(*map(attrgetter(*names), tables), strict=True), strict=True))
-    sizes = [len(table) for table in tables]
-    items = {column.name: _filled_up(column, parts[column.name], sizes) for column in columns.items}
-    made: dict[str, Any] = {name: np.concatenate(arrays) if arrays else None for name, arrays in items.items()}
+    made: dict[str, Any] = {column.name: np.concatenate(parts[column.name]) for column in columns.items}
     for column in columns.nested:
         known = of_one_type(column, [array for array in parts[column.name] if array is not None])
         made[column.name] = np.concatenate(known) if known else None
@@ -303,19 +301,10 @@ def trajectories(group_id_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tup
     """
     columns = (group_id_X, sample_X, attempt_X)
     new = changes(*columns)
-    head_G = new.nonzero()[0]
-    heads = list(zip(*(column[head_G].tolist() for column in columns), strict=True))
-    if len(set(heads)) == len(heads):  # items of a trajectory are adjacent
-        return np.cumsum(new) - 1, head_G
-    order = np.lexsort((attempt_X, sample_X, group_id_X))
-    new = changes(*(column[order] for column in columns))
-    first_G = order[new]
-    appearance = np.argsort(first_G, kind="stable")
-    rank = np.empty(len(first_G), np.int64)
-    rank[appearance] = np.arange(len(first_G))
-    number_X = np.empty(len(order), np.int64)
-    number_X[order] = rank[np.cumsum(new) - 1]
-    return number_X, first_G[appearance]
+    head_H = new.nonzero()[0]
+    _, number_H = codes_of(zip(*(column[head_H].tolist() for column in columns), strict=True))
+    first_G = head_H[np.unique(number_H, return_index=True)[1]]
+    return number_H.astype(np.int64)[np.cumsum(new) - 1], first_G
 
 
 def changes(*columns: NDArray[Any]) -> Bools:
@@ -357,14 +346,9 @@ def codes_of(names: Iterable[Name]) -> tuple[tuple[Name, ...], Int32s]:
 def _joined_names(
     names_of_tables: Sequence[tuple[str, ...]], codes_of_tables: Sequence[Int32s]
 ) -> tuple[tuple[str, ...], Int32s]:
-    start: dict[tuple[str, ...], int] = {}
-    strings: list[str] = []
-    for names in names_of_tables:
-        if names not in start:
-            start[names] = len(strings)
-            strings += names
-    joined, renumbered = codes_of(strings)
-    start_X = np.repeat([start[names] for names in names_of_tables], [len(code_X) for code_X in codes_of_tables])
+    joined, renumbered = codes_of(name for names in names_of_tables for name in names)
+    starts = offsets_of(np.array([len(names) for names in names_of_tables], np.int64))[:-1]
+    start_X = np.repeat(starts, [len(code_X) for code_X in codes_of_tables])
     return joined, renumbered[np.concatenate(codes_of_tables) + start_X]
 
 

@@ -69,7 +69,7 @@ def _try_lock(lock: TextIO, how: int) -> bool:
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield another path for the block to write to; it replaces `path`, or is deleted if the block fails."""
-    partial = partial_file(path)
+    partial = path.with_name(f".partial.{os.getpid()}.{path.name}")  # some writers choose a format by the suffix
     try:
         yield partial
         sync(partial)
@@ -83,11 +83,6 @@ def write_atomic(path: Path, text: str) -> None:
     """Replace the content of a file by a text atomically."""
     with atomic_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
-
-
-def partial_file(path: Path) -> Path:
-    """The path at which this process writes the new `path`; with its suffix, by which some writers choose a format."""
-    return path.with_name(f".partial.{os.getpid()}.{path.name}")
 
 
 def create_private(path: Path, text: str) -> None:

@@ -55,10 +55,7 @@ def violations(ledger: Ledger) -> list[str]:
         found.append("those that wait for a scorer are not the groups in that state")
     if list(ledger.slots) != sorted(o for o, g in state.groups.items() if g.state not in USED):
         found.append("the slots are not the unused groups in order of admission")
-    unfinished = [
-        *ledger.since,
-        *((o, sample) for o, samples in ledger.unassigned.items() for sample in samples),
-    ]
+    unfinished = [*ledger.since, *ledger.unassigned]
     n_bytes = sum(state.groups[o].trajectories[sample].n_bytes for o, sample in unfinished)
     if n_bytes != ledger.unfinished_bytes:
         found.append(f"unfinished samples have {n_bytes} bytes, counted are {ledger.unfinished_bytes}")
@@ -79,10 +76,9 @@ def _dropped(ledger: Ledger, group_id: int, group: Group) -> bool:
     """Whether an unfinished sample of the group is neither with a generator nor waiting for one."""
     if group.state not in UNFINISHED:
         return False
-    waiting = ledger.unassigned.get(group_id, set())
     return any(
         not trajectory.complete
-        and sample not in waiting
+        and (group_id, sample) not in ledger.unassigned
         and (trajectory.generator is None or (group_id, sample) not in ledger.since)
         for sample, trajectory in enumerate(group.trajectories)
     )

@@ -59,7 +59,7 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config, source = checked_config(arguments, overrides)
     with source.named_in_errors():
         missing = check_paths(config, here=False)
-        from service.config.core_settings import estimator_name
+        from service.config.core_settings import advantage_rule
         from service.rollout.check_inputs import check_inputs
         from service.rollout.environments.registry import SyntheticFunction
         from service.scorers.user import check_scorers
@@ -69,7 +69,7 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         functions += () if model.warm_start is None else ("demonstrations",)
         check_inputs(config.env, config.data, config.run.seed, config.agents is not None, functions)
         check_scorers(config.scorers)
-        estimator_name(config)
+        advantage_rule(config)
         if ":" in config.algorithm.loss:  # the names of built-in losses are known without loading torch
             from service.learn.losses.policy_losses import loss_named
 

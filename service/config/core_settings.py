@@ -23,12 +23,12 @@ ANY_VOCABULARY = 1 << 31
 """Size of the vocabulary to give if token ids need no check because they were checked before."""
 
 
-def estimator_name(config: Config) -> str:
-    """The registered name of the estimator; of a `module:name` the module is imported, and `ConfigError` says what is
-    missing."""
-    setting = config.algorithm.estimator
-    registered("algorithm.estimator", "estimator", setting, ESTIMATORS)
-    return setting.rpartition(":")[2]
+def advantage_rule(config: Config) -> Rule:
+    """How rewards become advantages; of an estimator `module:name` the module is imported, and `ConfigError` says what
+    is missing."""
+    of = config.algorithm
+    registered("algorithm.estimator", "estimator", of.estimator, ESTIMATORS)
+    return Rule(of.estimator.rpartition(":")[2], of.returns, of.credit, of.gamma, tuple(config.roles))
 
 
 def batch_settings(config: Config) -> BatchSettings:
@@ -36,13 +36,9 @@ def batch_settings(config: Config) -> BatchSettings:
     return BatchSettings(
         ranks=config.trainer.batch_parts,
         token_budget=config.trainer.tokens_of_micro_batch,
-        estimator=estimator_name(config),
-        returns=config.algorithm.returns,
-        credit=config.algorithm.credit,
-        gamma=config.algorithm.gamma,
+        rule=advantage_rule(config),
         mode=config.buffer.merge,
         train=config.trained_roles,
-        named_roles=tuple(config.roles),
         max_staleness=config.buffer.max_staleness,
         layout=config.trainer.layout,
     )
@@ -53,7 +49,7 @@ def filter_settings(config: Config) -> FilterSettings:
     `ConfigError` if the estimator is unknown."""
     algorithm, curriculum = config.algorithm, config.data.curriculum
     return FilterSettings(
-        rule=Rule(estimator_name(config), algorithm.returns, algorithm.credit, algorithm.gamma, tuple(config.roles)),
+        rule=advantage_rule(config),
         train=config.trained_roles,
         zero_variance=algorithm.filter_zero_variance,
         over_long=algorithm.filter_over_long,

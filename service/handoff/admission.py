@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from itertools import islice
 
-from service.errors import ConfigError
 from service.handoff.buffer_settings import BufferSettings
 from service.handoff.group_bytes import EVENT_BYTES, TEACHER_BYTES
 from service.handoff.journal.journal import Journal
@@ -26,15 +25,7 @@ class Admission:
     """Decides whether one more group may be issued, or has to wait for newer weights, for memory or for disk space."""
 
     def __init__(self, settings: BufferSettings) -> None:
-        """Raises a ConfigError if `max_bytes` cannot hold one mini-batch of the maximum size."""
         self._settings, self._worst = settings, settings.worst
-        size, max_bytes = settings.mini_batch_size, settings.max_bytes
-        if size * self._worst.group > max_bytes:
-            raise ConfigError(
-                f"buffer.max_bytes is {max_bytes}, but one mini-batch may need {size} groups of "
-                f"{self._worst.group} bytes at worst: the trainer would wait forever. Raise "
-                "max_bytes, or lower max_group_bytes, the length limits or trainer.mini_batch_size"
-            )
 
     def reserved(self, record: Record) -> int:
         """Bytes of the accepted steps, also those to be read back, and of what unfinished trajectories may add."""

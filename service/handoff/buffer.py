@@ -24,7 +24,7 @@ from service.handoff.group_bytes import JOURNAL_SEGMENTS
 from service.handoff.journal.journal import Journal
 from service.handoff.leases import BatchJob, Leases, Waits
 from service.handoff.ledger import events
-from service.handoff.ledger.accept import failed_attempts, new_content
+from service.handoff.ledger.accept import new_content
 from service.handoff.ledger.events import USED, GroupState
 from service.handoff.ledger.record import OnEnd, OnFailure
 from service.handoff.ledger.replaying import load_groups, opened_record
@@ -32,6 +32,8 @@ from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import distance
 from service.handoff.prompt_order import Curriculum, Prompts
 from service.handoff.scoring import Scoring
+from service.handoff.steps.tables import end_objects
+from service.handoff.steps.values import FAILURES
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
 from service.handoff.verbs import LEAVES, RESUMED, Assignment, BufferStatus, Claim, Receipt, Wait, WaitReason
@@ -55,12 +57,10 @@ class Buffer:
         `teacher_of_row`: the name of each row's teacher, empty for none; None: all rows have the same teacher.
 
         Raises:
-            ConfigError: `buffer.max_bytes` cannot hold one mini-batch.
             JournalError: the journal is damaged.
             UserError: the journal's run began with other rows or settings.
         """
         self._settings, self._clock = settings, clock
-        self._max_trajectory_bytes = settings.worst.trajectory
         prompts = Prompts(prompt_uids, settings.seed, settings.shuffle)
         self._admission = Admission(settings)
         journal.segment_bytes = min(journal.segment_bytes, settings.max_journal_bytes // JOURNAL_SEGMENTS)
@@ -122,31 +122,23 @@ class Buffer:
         return answer._replace(wanted=max(lacks // self._shares, 1))
 
     def _accept(self, data: bytes, message: StepGroup) -> Receipt | Refusal:
-        if self.ledger.received(message.sender):
-            self._restart_failed(message)
-            return Receipt(duplicate=True)
-        new = new_content(self.ledger, self._record.store, message, self._max_trajectory_bytes)
-        if isinstance(new, Refusal):
-            return new
-        self._late += bool(new.late)
-        if not new.additions:
-            failed = self._restart_failed(message)
-            return Receipt(not (failed or new.late), new.late)
-        if (kept := new.only(message, len(data))) is not message:
-            data = encode(kept)
-        self._record.accept(data, message, new.additions)
-        examine(self._record, self._settings.filters)
-        self._restart_failed(message)
-        return Receipt(late=new.late)
-
-    def _restart_failed(self, message: StepGroup) -> bool:
-        """Whether a message reports failed attempts, which are restarted or given up."""
-        are_any = False
-        for end in failed_attempts(self.ledger, message):
-            self._record.lost(end, end.stop_reason)
-            self._attempts.lose(end.trajectory.group_id, end.trajectory.sample, end.stop_reason)
-            are_any = True
-        return are_any
+        is_new, late = False, tuple[TrajectoryId, ...]()
+        if not self.ledger.received(message.sender):
+            new = new_content(self.ledger, self._record.store, message, self._settings.worst.trajectory)
+            if isinstance(new, Refusal):
+                return new
+            is_new, late = bool(new.additions or new.late), new.late
+            self._late += bool(late)
+            if new.additions:
+                kept = new.only(message, len(data))
+                self._record.accept(data if kept is message else encode(kept), message, new.additions)
+                examine(self._record, self._settings.filters)
+        for end in end_objects(message.ends):
+            if end.stop_reason in FAILURES and self.ledger.plays(message.sender, end.trajectory):
+                self._record.lost(end, end.stop_reason)
+                self._attempts.lose(end.trajectory.group_id, end.trajectory.sample, end.stop_reason)
+                is_new = True
+        return Receipt(not is_new, late)
 
     def lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal:
         """Lease the next mini-batch to the trainer; while a lease is open, return the mini-batch of that lease."""
@@ -260,7 +252,7 @@ class Buffer:
         """Stop issuing prompts; groups with trajectories that no generator plays end with the reason `run_end`."""
         if self.ledger.state.draining is None:
             self._record.add(events.Drained(reason))
-            for group_id in list(self.ledger.unassigned):
+            for group_id in sorted({group_id for group_id, _ in self.ledger.unassigned}):
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
 
     def resume(self) -> None:

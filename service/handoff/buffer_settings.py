@@ -58,6 +58,6 @@ def opening(of: BufferSettings, uids: Sequence[str], rows_digest: str) -> Opened
         "algorithm.n_samples_per_prompt": of.limits.n_samples_per_prompt,
         "trainer.mini_batch_size": of.mini_batch_size,
         "the model's vocabulary": of.limits.vocab_size,
-        **{f"roles.{name}": number for number, name in enumerate(of.batches.named_roles, len(ROLES))},
+        **{f"roles.{name}": number for number, name in enumerate(of.batches.rule.named, len(ROLES))},
     }
     return Opened(xxhash.xxh3_64_hexdigest("\n".join(uids).encode()) + rows_digest, settings)

@@ -18,6 +18,7 @@ from service.columns import concat
 from service.handoff.admission import Admission
 from service.handoff.leases import Waits
 from service.handoff.ledger import events
+from service.handoff.ledger.ledger import Sample
 from service.handoff.ledger.record import Record
 from service.handoff.prompt_order import Curriculum, Prompts
 from service.handoff.scoring import Scoring
@@ -51,10 +52,10 @@ class Claims:
         who = f"generator {claim.generator}"
         if state.draining is not None:
             return self._waits.begin(who, WaitReason.DRAINED, f"no more prompts are issued ({state.draining})")
-        restarted = self._restarted_group(claim)
-        if restarted is None and claim.only_moved:
+        restarted = self._restarted(claim)
+        if not restarted and claim.only_moved:
             return Wait(WaitReason.ROOM, "the generator is full", record.clock.monotonic())
-        if restarted is None:
+        if not restarted:
             why = self._admission.wait(record, claim.serving) or self._admission.disk_wait(record, state.n_samples)
         else:  # needs no admission; but a full journal must first remove the previous attempts
             why = self._admission.disk_wait(record, 0)
@@ -63,10 +64,10 @@ class Claims:
             return self._waits.begin(who, *why)
         self._waits.end(who)
         generator = claim.generator, claim.incarnation
-        if restarted is not None:
-            samples = tuple(sorted(self._waiting_samples(restarted, claim)))
-            record.add(events.Assigned(restarted, samples, *generator, claim.request_id))
-            return self._assignment(restarted, samples)
+        if restarted:
+            group_id, samples = restarted[0][0], tuple(sample for _, sample in restarted)
+            record.add(events.Assigned(group_id, samples, *generator, claim.request_id))
+            return self._assignment(group_id, samples)
         group_id, place = state.next_group_id, self._curriculum.next_place()
         row = self._prompts.row(place)
         prompt, scorers = (row, self._prompts.uid(row)), self._scoring.of_row(row)
@@ -87,37 +88,30 @@ class Claims:
         detail = f"claim {claim.request_id} was answered before and its work continued; send a new claim"
         return Wait(WaitReason.ANSWERED, detail, self._record.clock.monotonic())
 
-    def _restarted_group(self, claim: Claim) -> int | None:
-        ledger, serving = self._record.ledger, claim.serving
-        if not ledger.unassigned:
-            return None
-        end, groups = self._admission.first_to_wait(ledger, serving), ledger.state.groups
-        may_begin = (o for o in ledger.unassigned if o < end and groups[o].admitted <= serving)
-        return min((o for o in may_begin if self._waiting_samples(o, claim)), default=None)
-
-    def _waiting_samples(self, group_id: int, claim: Claim) -> list[int]:
-        """The samples of a group that wait for a claim, and that this claim may get."""
-        trajectories = self._record.ledger.state.groups[group_id].trajectories
-        waiting = self._record.ledger.unassigned[group_id]
-        return [sample for sample in waiting if trajectories[sample].moved or not claim.only_moved]
+    def _restarted(self, claim: Claim) -> list[Sample]:
+        """The samples of one group that wait for a claim, and that this claim may get."""
+        ledger, groups = self._record.ledger, self._record.ledger.state.groups
+        end = self._admission.first_to_wait(ledger, claim.serving) if ledger.unassigned else 0
+        may_begin = [of for of in ledger.unassigned if of[0] < end and groups[of[0]].admitted <= claim.serving]
+        may_begin = [(o, s) for o, s in may_begin if groups[o].trajectories[s].moved or not claim.only_moved]
+        first = min(may_begin, default=(0, 0))[0]
+        return sorted(of for of in may_begin if of[0] == first)
 
     def _assignment(self, group_id: int, samples: tuple[int, ...]) -> Assignment:
         group, held = self._record.ledger.state.groups[group_id], self._record.store.of(group_id)
         attempts = tuple(group.trajectories[sample].attempt for sample in samples)
         moved = tuple(sample for sample in samples if group.trajectories[sample].moved)
-        if not held.steps:
-            return Assignment(group_id, group.uid, group.row, samples, attempts, moved=moved)
-        ends = ends_table(())
-        accepted = [held.steps_of(sample) for sample in samples]
-        steps = [encode(StepGroup(Sender("", 0, 0), concat(own), ends)) if own else b"" for own in accepted]
-        return Assignment(group_id, group.uid, group.row, samples, attempts, tuple(steps), moved)
+        accepted = [held.steps_of(sample) for sample in samples] if held.steps else []
+        nobody, ends = Sender("", 0, 0), ends_table(())
+        steps = tuple(encode(StepGroup(nobody, concat(own), ends)) if own else b"" for own in accepted)
+        return Assignment(group_id, group.uid, group.row, samples, attempts, steps, moved)
 
 
 FINAL = (WaitReason.DRAINED, WaitReason.ANSWERED)
 """Reasons to wait that no later event removes: a claim with such a reason is answered at once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class WaitingClaim:
     """A claim, and the function that sends its answer."""
 
@@ -137,9 +131,7 @@ class WaitingClaims:
     def __init__(self, ask: Callable[[Claim, int], ClaimAnswer]) -> None:
         """`ask`: returns the buffer's answer to a claim of up to a given number of groups."""
         self._ask = ask
-        self._waiting: dict[int, WaitingClaim] = {}
-        """The waiting claims, by number of arrival."""
-        self._came = 0
+        self._waiting: dict[WaitingClaim, None] = {}
 
     def answer(self, claim: Claim, most: int, deadline: float | None, reply: Callable[[ClaimAnswer], None]) -> None:
         """Answer a claim of up to `most` groups by calling `reply`, as soon as there is one or at `deadline`, which is
@@ -148,35 +140,34 @@ class WaitingClaims:
         if deadline is None or not _waits(answer):
             reply(answer)
             return
-        self._came += 1
-        self._waiting[self._came] = WaitingClaim(claim, most, answer, deadline, reply)
+        self._waiting[WaitingClaim(claim, most, answer, deadline, reply)] = None
 
     def look(self) -> None:
         """Answer the waiting claims for which there is now a group, in order of arrival."""
         blocked: PolicyVersion | None = None
-        for number, waiting in list(self._waiting.items()):
+        for waiting in list(self._waiting):
             serving = waiting.claim.serving
-            if number not in self._waiting or (blocked is not None and serving <= blocked):
+            if waiting not in self._waiting or (blocked is not None and serving <= blocked):
                 continue  # a reply may have taken it
             answer = self._ask(waiting.claim, waiting.most)
             if _waits(answer):
                 blocked = blocked if waiting.claim.only_moved else serving
             else:
-                del self._waiting[number]
+                del self._waiting[waiting]
                 waiting.reply(answer)
 
     def expire(self, now: float) -> None:
         """Answer every claim whose deadline has passed with its first `Wait`."""
         while self._waiting:
-            number, waiting = next(iter(self._waiting.items()))
+            waiting = next(iter(self._waiting))
             if waiting.deadline > now:
                 return
-            del self._waiting[number]
+            del self._waiting[waiting]
             waiting.reply(waiting.wait)
 
     def take(self) -> list[WaitingClaim]:
         """Remove and return all waiting claims, unanswered."""
-        taken = list(self._waiting.values())
+        taken = list(self._waiting)
         self._waiting.clear()
         return taken
 

@@ -17,7 +17,7 @@ from service.columns import columns_of, lengths_of, nested_offsets, widened
 from service.handoff.group_bytes import NAME_BYTES, NOTE_BYTES, TRANSCRIPT_BYTES
 from service.handoff.steps.info import is_info
 from service.handoff.steps.values import MAX_REWARD, ROLES, Limits
-from service.types import MAX_SUPPORT, NO_VERSION, ROUTE_NATIVELY, Bools, Refusal, RefusalReason, StepGroup
+from service.types import MAX_SUPPORT, NO_VERSION, ROUTE_NATIVELY, Bools, Float64s, Refusal, RefusalReason, StepGroup
 
 MAX_NAME_LENGTH = 1024
 """Maximum characters of a generator's name, a prompt's uid or a stop reason."""
@@ -65,13 +65,10 @@ def _sender(group: StepGroup, limits: Limits) -> Refusal | None:
     generator, incarnation, sequence = group.sender
     if not 0 < len(generator) <= MAX_NAME_LENGTH or incarnation < 0 or sequence < 0:
         return Refusal(RefusalReason.IDENTITY, "sender")
-    longest_note = max((len(note.encode()) for note in group.steps.notes), default=0)
-    if longest_note > NOTE_BYTES:
-        return Refusal(RefusalReason.TOO_LARGE, "notes", longest_note)
-    if len(group.steps.notes) > len(group.steps):
-        return Refusal(RefusalReason.MALFORMED, "notes", len(group.steps.notes))
+    if (longest := max((len(note.encode()) for note in group.steps.notes), default=0)) > NOTE_BYTES:
+        return Refusal(RefusalReason.TOO_LARGE, "notes", longest)
     for table in (group.steps, group.ends):
-        names = [getattr(table, field) for field, _ in columns_of(type(table)).names if field != "notes"]
+        names = [getattr(table, field) for field, _ in columns_of(type(table)).names]
         if "" in table.uids:
             return Refusal(RefusalReason.IDENTITY, "uids")
         if (longest := max((len(name) for of in names for name in of), default=0)) > MAX_NAME_LENGTH:
@@ -79,7 +76,7 @@ def _sender(group: StepGroup, limits: Limits) -> Refusal | None:
         if (count := max(map(len, names))) > len(table):
             return Refusal(RefusalReason.MALFORMED, "uids", count)
         longest = sum(max((len(name.encode()) for name in of), default=0) for of in names)
-        if longest + len(generator.encode()) + longest_note > NAME_BYTES:
+        if longest + len(generator.encode()) > NAME_BYTES:
             return Refusal(RefusalReason.TOO_LARGE, "uids", longest)
     return None
 
@@ -100,39 +97,28 @@ def _identity(group: StepGroup, limits: Limits) -> Refusal | None:
 
 def _order(group: StepGroup, limits: Limits) -> Refusal | None:
     steps, turns = group.steps, limits.max_turns
-    found = _first_outside(
-        RefusalReason.STEP_ORDER,
-        ("index_K", steps.index_K, 0, turns),
-        ("n_steps_E", group.ends.n_steps_E, 0, turns + 1),
+    full_K, length_K = steps.extends_K < 0, steps.extends_length_K
+    wrong_K = np.where(full_K, (length_K != 0) | (steps.extends_digest_K != 0), length_K < 1)
+    return (
+        _first_outside(RefusalReason.STEP_ORDER, ("index_K", steps.index_K, 0, turns))
+        or _first_outside(RefusalReason.STEP_ORDER, ("n_steps_E", group.ends.n_steps_E, 0, turns + 1))
+        or _first_outside(RefusalReason.PREFIX, ("extends_K", steps.extends_K, -1, steps.index_K))
+        or _first(RefusalReason.PREFIX, "extends_length_K", length_K, wrong_K)
     )
-    if found is not None:
-        return found
-    if ((steps.extends_K >= steps.index_K) | (steps.extends_K < -1)).any():
-        return Refusal(RefusalReason.PREFIX, "extends_K")
-    full_K = steps.extends_K < 0
-    if (
-        np.where(full_K, steps.extends_length_K != 0, steps.extends_length_K < 1).any()
-        or steps.extends_digest_K[full_K].any()
-    ):
-        return Refusal(RefusalReason.PREFIX, "extends_length_K")
-    return None
 
 
 def _said(group: StepGroup, limits: Limits) -> Refusal | None:
     ends = group.ends
     said_E, transcript_E = lengths_of(ends.step_offsets_E), lengths_of(ends.offsets_E)
-    wrong_E = (said_E != 0) & (said_E != ends.n_steps_E)
-    if wrong_E.any():
-        return Refusal(RefusalReason.LENGTH_MISMATCH, "step_offsets_E", int(said_E[wrong_E.argmax()]))
     if not all(map(is_info, ends.infos)):
         return Refusal(RefusalReason.MALFORMED, "infos")
-    if (transcript_E > TRANSCRIPT_BYTES).any():
-        return Refusal(RefusalReason.TOO_LARGE, "transcript_N", int(transcript_E.max()))
-    if ends.role_S.max(initial=0) >= len(ROLES) + limits.n_named_roles:
-        return Refusal(RefusalReason.MALFORMED, "role_S", int(ends.role_S.max()))
-    if not (fine_S := np.abs(ends.later_reward_S) <= MAX_REWARD).all():
-        return Refusal(RefusalReason.REWARD, "later_reward_S", float(ends.later_reward_S[fine_S.argmin()]))
-    return None
+    wrong_E = (said_E != 0) & (said_E != ends.n_steps_E)
+    return (
+        _first(RefusalReason.LENGTH_MISMATCH, "step_offsets_E", said_E, wrong_E)
+        or _first(RefusalReason.TOO_LARGE, "transcript_N", transcript_E, transcript_E > TRANSCRIPT_BYTES)
+        or _first_outside(RefusalReason.MALFORMED, ("role_S", ends.role_S, 0, len(ROLES) + limits.n_named_roles))
+        or _first(RefusalReason.REWARD, "later_reward_S", ends.later_reward_S, _beyond(ends.later_reward_S))
+    )
 
 
 def _lengths(group: StepGroup, limits: Limits) -> Refusal | None:
@@ -190,15 +176,15 @@ def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
     coldest, hottest = TEMPERATURES
     fine_K = (steps.temperature_K >= coldest) & (steps.temperature_K <= hottest)
     return (
-        _first(RefusalReason.REWARD, "reward_K", steps.reward_K, ~(np.abs(steps.reward_K) <= MAX_REWARD))
-        or _first(RefusalReason.REWARD, "reward_E", ends.reward_E, ~(np.abs(ends.reward_E) <= MAX_REWARD))
+        _first(RefusalReason.REWARD, "reward_K", steps.reward_K, _beyond(steps.reward_K))
+        or _first(RefusalReason.REWARD, "reward_E", ends.reward_E, _beyond(ends.reward_E))
         or _first(RefusalReason.TEMPERATURE, "temperature_K", steps.temperature_K, ~fine_K)
     )
 
 
 def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
     steps = group.steps
-    if limits.needs_logprobs and not steps.has_logprobs_K.all():
+    if not steps.has_logprobs_K.all():
         return Refusal(RefusalReason.LOGPROB, f"has_logprobs_K[{steps.has_logprobs_K.argmin()}]")
     wrong_N = (steps.logprobs_N > LOGPROB_TOLERANCE) | (steps.logprobs_N < MIN_LOGPROB)
     if wrong_N.any():
@@ -222,6 +208,10 @@ def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
 _RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
     _table, _sender, _identity, _order, _said, _lengths, _token_ids, _supports, _numbers, _logprobs, _versions,
 )  # fmt: skip
+
+
+def _beyond(reward_X: Float64s) -> Bools:
+    return ~(np.abs(reward_X) <= MAX_REWARD)  # true of NaN
 
 
 def _first_outside(reason: RefusalReason, *ranges: tuple[str, NDArray[Any], int, Any]) -> Refusal | None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ from service.handoff.prefixes.sharing import shared_form
 from service.handoff.steps.info import info_means
 from service.handoff.steps.tables import Episodes, ends_table, name_of, steps_table
 from service.handoff.steps.values import ROLES, TRAINED, Role
-from service.types import Int32s, Int64s, MiniBatch, Rows, Step, Steps, TrajectoryEnd, TrajectoryId
+from service.types import Int32s, Int64s, MiniBatch, Rows, Step, Steps, TrajectoryEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +57,24 @@ class BatchSettings:
     """Number of parts of the mini-batch: one per rank; with sequence parallelism, one per group of ranks."""
     token_budget: int
     """Maximum number of tokens in a micro-batch; a longer row gets a micro-batch of its own."""
-    estimator: str = "grpo"
-    returns: ReturnRule = "last"
-    credit: Credit = "trajectory"
-    gamma: float = 1.0
-    """Discount factor per turn; used only if credit is given by turn."""
+    rule: Rule = field(default_factory=Rule)
     mode: Mode = "linear"
     train: tuple[str, ...] = TRAINED
     """Roles whose steps carry loss."""
-    named_roles: tuple[str, ...] = ()
-    """Roles that have rewards and baselines of their own, in the order of their numbers (`steps.values`)."""
     max_staleness: int | None = None
     """Staleness, in versions, above which a token carries no loss; None: no bound."""
     layout: Layout = "packed"
 
     def __post_init__(self) -> None:
-        choices = (("returns", ReturnRule), ("credit", Credit), ("mode", Mode), ("layout", Layout))
-        for name, known in choices:
-            check_choice(name, getattr(self, name), known)
+        check_choice("returns", self.rule.returns, ReturnRule)
+        check_choice("credit", self.rule.credit, Credit)
+        check_choice("mode", self.mode, Mode)
+        check_choice("layout", self.layout, Layout)
         if Role.MAIN not in self.train:
             raise ValueError(f"train={self.train}: {Role.MAIN} must be among the roles that carry loss")
         for name in ("ranks", "token_budget"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: there must be at least 1")
-
-    @property
-    def rule(self) -> Rule:
-        """The settings that determine how rewards become advantages."""
-        return Rule(self.estimator, self.returns, self.credit, self.gamma, self.named_roles)
 
 
 class BatchResult(NamedTuple):
@@ -115,7 +105,7 @@ def formed(
         raise ValueError("a mini-batch of no groups")
     played, prompt_G = gather(groups)
     _refuse_untrainable(played.steps, history)
-    steps, untrained_P = without_untrained(played, prompt_G, settings.train, settings.named_roles)
+    steps, untrained_P = without_untrained(played, prompt_G, settings.train, settings.rule.named)
     merged = merge_in_order(steps, played.end_K, settings.mode, settings.rule.by_turn)
     trajectory_R = played.end_K[merged.first_R].astype(np.int32)
     advantages = advantages_of(played, prompt_G, settings.rule)
@@ -241,29 +231,23 @@ def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None 
     Raises a ValueError if a trajectory lacks a step or the right end record, or a group has two prompts.
     """
     listed = list(steps)
-    last: dict[TrajectoryId, Step] = {}
-    for step in sorted(listed, key=lambda step: step.index):
-        last[step.trajectory] = step
     if ends is None:
+        last = {step.trajectory: step for step in sorted(listed, key=lambda step: step.index)}
         ends = [
             TrajectoryEnd(of, step.prompt_uid, step.index + 1, step.stop_reason, step.reward)
             for of, step in last.items()
         ]
-    finished = list(ends)
-    n_told = {end.trajectory: end.n_steps for end in finished}
-    if len(n_told) != len(finished):
-        raise ValueError("a trajectory ends twice")
-    for of in last | n_told:
-        there = last[of].index + 1 if of in last else 0
-        if n_told.get(of) != there:
-            raise ValueError(f"{of} ended after {n_told.get(of, 'no')} steps, but {there} are there")
-    uids: dict[int, str] = {}
+    finished, uids = list(ends), dict[int, str]()
     items: list[Step | TrajectoryEnd] = [*listed, *finished]
     for item in items:
         group_id, own = item.trajectory.group_id, item.prompt_uid
         if (uid := uids.setdefault(group_id, own)) != own:
             raise ValueError(f"group={group_id} is of the prompts {uid!r} and {own!r}; it can be of one")
     all_steps, all_ends = check_whole(steps_table(shared_form(listed))), ends_table(finished)
+    n_steps_E = lengths_of(Episodes.of(all_steps, all_ends).first_G)
+    for e in np.flatnonzero(n_steps_E != all_ends.n_steps_E)[:1].tolist():
+        end = finished[e]
+        raise ValueError(f"{end.trajectory} ended after {end.n_steps} steps, but {n_steps_E[e]} are there")
     return [
         CompleteGroup(
             group_id, uid,

@@ -45,7 +45,7 @@ from service.handoff.batches.estimators import (
 )
 from service.handoff.steps.tables import Episodes
 from service.handoff.steps.values import ROLES, Role
-from service.types import Bools, Float32s, Float64s, Int32s, Int64s
+from service.types import Float32s, Float64s, Int32s, Int64s
 
 ReturnRule = Literal["last", "sum"]
 Credit = Literal["trajectory", "return_to_go"]
@@ -54,12 +54,13 @@ Credit = Literal["trajectory", "return_to_go"]
 class Rule(NamedTuple):
     """Settings that determine how rewards become advantages."""
 
-    estimator: str
+    estimator: str = "grpo"
     returns: ReturnRule = "last"
     credit: Credit = "trajectory"
     gamma: float = 1.0
+    """Discount factor per turn; used only if credit is given by turn."""
     named: tuple[str, ...] = ()
-    """The roles that the configuration names, in configured order."""
+    """Roles that have rewards and baselines of their own, in the order of their numbers (`steps.values`)."""
 
     @property
     def by_turn(self) -> bool:
@@ -185,12 +186,6 @@ class TurnRewards(NamedTuple):
     """[G + 1] where each trajectory's turns begin on the axis X."""
     reward_X: Float64s
 
-    @property
-    def alive_GT(self) -> Bools:
-        """[G, T] True if trajectory g has a turn t."""
-        turns_G = lengths_of(self.first_G)
-        return np.asarray(np.less.outer(np.arange(int(turns_G.max(initial=0))), turns_G).T)
-
 
 def turn_advantages(
     rewards: Sequence[ArrayLike],
@@ -225,12 +220,13 @@ def turn_advantages(
 
 def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, estimator: str) -> Float64s:
     """[X] the advantage of each turn; `group_G`: each trajectory's group; other arguments as in `turn_advantages`."""
-    alive_GT = turns.alive_GT
+    n_turns_G = lengths_of(turns.first_G)
+    alive_GT = np.arange(int(n_turns_G.max(initial=0))) < n_turns_G[:, None]  # whether trajectory g has a turn t
     reward_GT: Float64s = np.zeros(alive_GT.shape)
     reward_GT[alive_GT] = turns.reward_X
     return_G = levelled(reward_GT.sum(axis=1), group_G)
     if credit == "trajectory":
-        return np.repeat(advantages(estimator, return_G, group_G), lengths_of(turns.first_G))
+        return np.repeat(advantages(estimator, return_G, group_G), n_turns_G)
     if estimator not in TURN_ESTIMATORS:
         raise UserError(f"algorithm.credit: {estimator!r} {NOT_BY_TURN}")
     value_GT = reward_GT  # from the last turn to the first

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from service.columns import changes, columns_of, filled, lengths_of, nested_offsets
+from service.columns import Column, changes, columns_of, filled, lengths_of, nested_offsets
 from service.handoff.prefixes.sharing import common_prefix
 from service.types import Experts, Int32s, Int64s, MicroBatch, Rows, TrainedTokens
 
@@ -87,15 +87,21 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
 
 
 def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout) -> list[list[list[int]]]:
-    """Of each rank the bins within the budget, the same number for every rank, as positions in the rank's costs."""
-    needed = max(max(1, -(-sum(min(cost, budget) for cost in costs) // budget)) for costs in costs_of_rank)
-    bins = [_packed(costs, budget, needed, layout) for costs in costs_of_rank]
-    count = max(len(of_rank) for of_rank in bins)
-    for rank, costs in enumerate(costs_of_rank):
-        if len(bins[rank]) < count:  # all bins are used if possible, otherwise the last ones are empty
-            spread = _packed(costs, budget, count, layout)
-            bins[rank] = spread if len(spread) == count else bins[rank] + [[] for _ in range(count - len(bins[rank]))]
-    return bins
+    """Of each rank the bins within the budget, the same number for every rank, as positions in the rank's costs: bins
+    of similar cost if they keep the budget, otherwise few bins, and empty ones."""
+    few = [best_fit(costs, budget, layout) for costs in costs_of_rank]
+    count, found = max(1, *map(len, few)), []
+    for costs, bins in zip(costs_of_rank, few, strict=True):
+        bin_of_row = _heaviest_first(np.array(costs, np.int64), count)
+        alike = [np.flatnonzero(bin_of_row == b).tolist() for b in range(count)]
+        sizes = [_size([costs[row] for row in rows], layout) for rows in alike]
+        fit = all(size <= budget or len(rows) == 1 for size, rows in zip(sizes, alike, strict=True))
+        found.append(alike if fit else bins + [[] for _ in range(count - len(bins))])
+    return found
+
+
+def _size(costs: Sequence[int], layout: Layout) -> int:
+    return sum(costs) if layout != "padded" else len(costs) * max(costs, default=0)
 
 
 def partition(cost_G: Int64s, parts: int) -> Int64s:
@@ -129,41 +135,29 @@ def _heaviest_first(cost_G: Int64s, parts: int) -> Int64s:
 
 def _largest_differencing(cost_G: Int64s, parts: int) -> Int64s:
     """Karmarkar-Karp: join the two most unequal partial partitions, heaviest part with lightest part."""
-    heap = []
-    for g, cost in enumerate(cost_G.tolist()):
-        loads = [0] * (parts - 1) + [cost]
-        heap.append((-cost, g, loads, [*([] for _ in range(parts - 1)), [g]]))
+    heap = [(-cost, g, [(cost, [g]), *[(0, list[int]())] * (parts - 1)]) for g, cost in enumerate(cost_G.tolist())]
     heapq.heapify(heap)
     while len(heap) > 1:
-        _, tie, loads_a, items_a = heapq.heappop(heap)
-        _, _, loads_b, items_b = heapq.heappop(heap)
-        joined = [
-            (a + b, (x, y)) for a, b, x, y in zip(loads_a, reversed(loads_b), items_a, reversed(items_b), strict=True)
-        ]
-        joined.sort(key=lambda part: part[0])
-        loads = [load for load, _ in joined]
-        heapq.heappush(heap, (loads[0] - loads[-1], tie, loads, [[*x, *y] for _, (x, y) in joined]))
+        _, tie, a = heapq.heappop(heap)
+        _, _, b = heapq.heappop(heap)
+        joined = [(x + y, [*items_a, *items_b]) for (x, items_a), (y, items_b) in zip(a, reversed(b), strict=True)]
+        joined.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], tie, joined))
     part_G = np.zeros(len(cost_G), np.int64)
-    for part, items in enumerate(heap[0][3]):
+    for part, (_, items) in enumerate(heap[0][2]):
         part_G[items] = part
     return part_G
 
 
-def _packed(costs: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
-    items = range(len(costs))
-    alike = pack_bins(items, costs, budget, count, layout)
-    return alike if len(alike) <= count else min(alike, best_fit(items, costs, budget, layout), key=len)
-
-
-def best_fit(rows: Sequence[int], lengths: Sequence[int], budget: int, layout: Layout) -> list[list[int]]:
+def best_fit(lengths: Sequence[int], budget: int, layout: Layout) -> list[list[int]]:
     """Pack rows into few bins within the budget: longest first, into the fullest bin that has room.
 
-    >>> best_fit(range(4), [6, 5, 5, 4], 10, "packed")
+    >>> best_fit([6, 5, 5, 4], 10, "packed")
     [[0, 3], [1, 2]]
     """
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []
-    for row in sorted(rows, key=lambda r: -lengths[r]):
+    for row in sorted(range(len(lengths)), key=lambda r: -lengths[r]):
         size = lengths[row] if layout != "padded" or not bins else lengths[bins[-1][0]]  # the longest comes first
         fullest = bisect_left(room, (size, -1))
         if fullest < len(room):
@@ -178,31 +172,11 @@ def best_fit(rows: Sequence[int], lengths: Sequence[int], budget: int, layout: L
     return bins
 
 
-def pack_bins(rows: Sequence[int], lengths: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
-    """Pack rows into at least `count` bins within the budget: longest first, into the lightest bin that has room."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, b) for b in range(count)]
-    longest = [0] * count
-    for row in sorted(rows, key=lambda r: -lengths[r]):
-        load, b = loads[0]
-        size = lengths[row] if layout != "padded" else max(longest[b], lengths[row]) * (len(bins[b]) + 1) - load
-        if load and load + size > budget:
-            b, load, size = len(bins), 0, lengths[row]
-            bins.append([])
-            longest.append(0)
-            heapq.heappush(loads, (size, b))
-        else:
-            heapq.heapreplace(loads, (load + size, b))
-        bins[b].append(row)
-        longest[b] = max(longest[b], lengths[row])
-    return bins
-
-
 def micro_batches(
     rows: Rows, staleness_N: Int32s, trajectory_R: Int32s, placement: Placement
 ) -> tuple[tuple[MicroBatch, ...], ...]:
     """Cut the micro-batches of every rank, as views, from rows in packing order."""
-    columns = [column.name for column in columns_of(TrainedTokens).tokens if getattr(rows, column.name) is not None]
+    columns = [column for column in columns_of(TrainedTokens).tokens if getattr(rows, column.name) is not None]
     ranks, stop = [], 0
     at_N = None if rows.support_size_N is None else nested_offsets(rows.support_size_N)
     for rank in placement.ranks:
@@ -210,7 +184,7 @@ def micro_batches(
         for chosen in rank:
             start, stop = stop, stop + len(chosen)
             if not chosen:
-                batches.append(_dummy(rows))
+                batches.append(_dummy(rows, columns))
                 continue
             first, last = int(rows.offsets_R[start]), int(rows.offsets_R[stop])
             batch = MicroBatch(
@@ -220,16 +194,15 @@ def micro_batches(
                 trajectory_of_row_R=trajectory_R[start:stop],
                 turn_N=None if rows.turn_N is None else rows.turn_N[first:last],
                 support_U=None if at_N is None or rows.support_U is None else rows.support_U[at_N[first] : at_N[last]],
-                **{name: getattr(rows, name)[first:last] for name in columns},
+                **{column.name: getattr(rows, column.name)[first:last] for column in columns},
             )
             batches.append(batch)
         ranks.append(tuple(batches))
     return tuple(ranks)
 
 
-def _dummy(rows: Rows) -> MicroBatch:
+def _dummy(rows: Rows, columns: Sequence[Column]) -> MicroBatch:
     """A micro-batch of two tokens without loss, so that every rank makes the same number of forward passes."""
-    columns = [column for column in columns_of(TrainedTokens).tokens if getattr(rows, column.name) is not None]
     tokens: dict[str, Any] = {c.name: filled(c, 2, getattr(rows, c.name)) for c in columns}
     return MicroBatch(
         offsets_R=np.array([0, 2], np.int64),
@@ -296,13 +269,10 @@ def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterat
     size_P = np.bincount(prompt_G)
     number_G = np.empty(len(prompt_G), np.int64)
     number_G[by_prompt] = np.arange(len(prompt_G)) - np.repeat(np.cumsum(size_P) - size_P, size_P)
-    parts, max_parts = 1, int(size_P.max(initial=1))
-    while True:
-        of_prompt_G = number_G * min(parts, max_parts) // size_P[prompt_G]
+    max_parts = int(size_P.max(initial=1))
+    for power in range((max_parts - 1).bit_length() + 1):
+        of_prompt_G = number_G * min(1 << power, max_parts) // size_P[prompt_G]
         yield np.unique(prompt_G.astype(np.int64) * max_parts + of_prompt_G, return_inverse=True)[1]
-        if parts >= max_parts:
-            return
-        parts *= 2
 
 
 def _parts(order: PrefixOrder, places: Int64s, length_R: Int64s, budget: int) -> Iterator[tuple[list[int], int]]:

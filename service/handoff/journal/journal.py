@@ -48,7 +48,6 @@ class Frame(NamedTuple):
     end: int
     """The position at which the next frame begins; `Journal.append` returned this position."""
     synced: int
-    wall: float
 
 
 class Segment(NamedTuple):
@@ -106,7 +105,7 @@ def _read_frame(segment: Segment, offset: int, size: int) -> Frame | None:
     head = segment.file.read(offset, HEADER_BYTES)
     if len(head) < HEADER_BYTES or head[:4] != MAGIC:
         return None
-    _, schema, kind, position, length, synced, wall = _SUMMED.unpack_from(head)
+    _, schema, kind, position, length, synced, _ = _SUMMED.unpack_from(head)
     padded = length + -length % ALIGNMENT
     if position != segment.start + offset or offset + HEADER_BYTES + padded > size:
         return None
@@ -121,7 +120,7 @@ def _read_frame(segment: Segment, offset: int, size: int) -> Frame | None:
             f"{segment.path}: the journal's format has version {schema}, this version of Baton reads version {SCHEMA}: "
             "continue with the version of Baton that began the run, or begin a new run under another run.name"
         )
-    return Frame(kind, payload, position, position + HEADER_BYTES + padded, synced, wall)
+    return Frame(kind, payload, position, position + HEADER_BYTES + padded, synced)
 
 
 def _data_behind(file: File, offset: int) -> Iterator[tuple[int, bytes]]:

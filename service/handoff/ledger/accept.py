@@ -8,7 +8,6 @@ The ledger is not changed here. Columns are read once for the whole message.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import GroupData, Store
 from service.handoff.ledger.state import Attempt, Group
 from service.handoff.prefixes.sharing import PrefixError, check_references
-from service.handoff.steps.tables import end_objects, ends_table, said_bytes, same_step
+from service.handoff.steps.tables import end_objects, ends_table, said_bytes, same_step, trajectory_ids
 from service.handoff.steps.values import FAILURES
 from service.types import Bools, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
@@ -113,23 +112,11 @@ def new_content(
 def items_by_trajectory(message: StepGroup) -> dict[TrajectoryId, tuple[list[int], list[TrajectoryEnd]]]:
     """{trajectory: (positions of its steps in the message, its end records)}."""
     found: dict[TrajectoryId, tuple[list[int], list[TrajectoryEnd]]] = {}
-    steps = message.steps
-    ids = zip(steps.group_id_K.tolist(), steps.sample_K.tolist(), steps.attempt_K.tolist(), strict=True)
-    for k, identity in enumerate(ids):
-        found.setdefault(TrajectoryId(*identity), ([], []))[0].append(k)
+    for k, of in enumerate(trajectory_ids(message.steps)):
+        found.setdefault(of, ([], []))[0].append(k)
     for end in end_objects(message.ends):
         found.setdefault(end.trajectory, ([], []))[1].append(end)
     return found
-
-
-def failed_attempts(ledger: Ledger, message: StepGroup) -> Iterator[TrajectoryEnd]:
-    """Yield the end records in the message that report the failure of a current attempt."""
-    if FAILURES.isdisjoint(message.ends.stop_reasons):
-        return
-    for of, (_, ends) in items_by_trajectory(message).items():
-        for end in ends:
-            if end.stop_reason in FAILURES and ledger.plays(message.sender, of):
-                yield end
 
 
 def _group(ledger: Ledger, message: StepGroup, of: TrajectoryId, uids: set[str]) -> Group | Refusal | None:

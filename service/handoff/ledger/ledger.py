@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -43,8 +43,8 @@ class Ledger:
         """(number in the order of completion, group_id) of each complete group, oldest first."""
         self.slots: dict[int, None] = {}
         """Groups that no optimizer step has used yet, in order of admission."""
-        self.unassigned: dict[int, set[int]] = {}
-        """Restarted and moved samples that wait for a claim, by group_id."""
+        self.unassigned: dict[Sample, None] = {}
+        """Restarted and moved samples that wait for a claim."""
         self.since: OrderedDict[Sample, float] = OrderedDict()
         """Time of the last progress of each unfinished sample that a generator plays, oldest first."""
         self.unfinished_bytes = 0
@@ -80,7 +80,7 @@ class Ledger:
             if not trajectory.complete:
                 self.unfinished_bytes += trajectory.n_bytes
                 if trajectory.generator is None:
-                    self.unassigned.setdefault(group_id, set()).add(sample)
+                    self.unassigned[group_id, sample] = None
                 else:
                     self.since[group_id, sample] = now
 
@@ -132,7 +132,7 @@ class Ledger:
     @property
     def unfinished(self) -> int:
         """Number of unfinished trajectories, both those that a generator plays and those that wait for a claim."""
-        return len(self.since) + sum(map(len, self.unassigned.values()))
+        return len(self.since) + len(self.unassigned)
 
     def played_by(self, generator: str) -> dict[int, list[int]]:
         """The unfinished trajectories that a generator plays: by group_id, their numbers in the group (samples)."""
@@ -203,7 +203,7 @@ class Ledger:
             trajectory = group.trajectories[sample]
             trajectory.generator, trajectory.incarnation = event.generator, event.incarnation
             self.since[event.group_id, sample] = self._now
-        self._no_longer_unassigned(event.group_id, event.samples)
+            del self.unassigned[event.group_id, sample]
         attempts = {sample: group.trajectories[sample].attempt for sample in event.samples}
         self.state.generators[event.generator].note_given(event.request_id, event.group_id, attempts)
 
@@ -251,7 +251,7 @@ class Ledger:
             trajectory.generator, trajectory.incarnation, trajectory.moved = None, 0, True
             trajectory.deaths += event.died
             del self.since[event.group_id, sample]
-            self.unassigned.setdefault(event.group_id, set()).add(sample)
+            self.unassigned[event.group_id, sample] = None
 
     def _restarted(self, event: events.Restarted) -> None:
         group = self.state.groups[event.group_id]
@@ -262,7 +262,7 @@ class Ledger:
             group.tokens -= old.tokens
             group.n_bytes -= old.n_bytes
             self._move_tokens(Fate.OPEN, Fate.SUPERSEDED, old.tokens)
-            self.unassigned.setdefault(event.group_id, set()).add(sample)
+            self.unassigned[event.group_id, sample] = None
         self.state.restarts[event.reason] = self.state.restarts.get(event.reason, 0) + len(event.samples)
 
     def _givenup(self, event: events.GivenUp) -> None:
@@ -272,8 +272,6 @@ class Ledger:
             group.n_bytes -= trajectory.n_bytes
             self._finish_sample((event.group_id, sample), trajectory)
             self._give_up(group, sample, event.reason)
-        if event.group_id in self.unassigned:
-            self._no_longer_unassigned(event.group_id, event.samples)
         self._complete_when_all_are(event.group_id, group)
 
     def _give_up(self, group: Group, sample: int, reason: str) -> None:
@@ -291,7 +289,6 @@ class Ledger:
         for sample, trajectory in enumerate(group.trajectories):
             if not trajectory.complete:
                 self._finish_sample((event.group_id, sample), trajectory)
-        self.unassigned.pop(event.group_id, None)
         self.issued_at.pop(event.group_id, None)
         del self.state.groups[event.group_id]
         if group.state is GroupState.COMPLETE:
@@ -385,6 +382,7 @@ class Ledger:
 
     def _finish_sample(self, sample: Sample, trajectory: Attempt) -> None:
         self.since.pop(sample, None)
+        self.unassigned.pop(sample, None)
         self.unfinished_bytes -= trajectory.n_bytes
 
     def _count_trained(self, group: Group, times: int) -> None:
@@ -411,12 +409,6 @@ class Ledger:
     def _move_tokens(self, source: Fate, target: Fate, tokens: int) -> None:
         self.state.fates[source] -= tokens
         self.state.fates[target] = self.state.fates.get(target, 0) + tokens  # an older journal lacks newer fates
-
-    def _no_longer_unassigned(self, group_id: int, samples: Iterable[int]) -> None:
-        waiting = self.unassigned[group_id]
-        waiting.difference_update(samples)
-        if not waiting:
-            del self.unassigned[group_id]
 
 
 def _used_fates(group: Group, loss: Fate) -> tuple[tuple[Fate, int], ...]:

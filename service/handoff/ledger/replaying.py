@@ -25,7 +25,7 @@ from service.handoff.ledger import events
 from service.handoff.ledger.accept import items_by_trajectory, new_content
 from service.handoff.ledger.events import USED
 from service.handoff.ledger.ledger import Ledger, attempts_of
-from service.handoff.ledger.record import Record, Store, cut, expert_bytes
+from service.handoff.ledger.record import GroupData, Record, Store, cut, expert_bytes
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import Group, State
 from service.handoff.steps.tables import ends_table
@@ -110,7 +110,6 @@ def load_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]
 
 def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame]) -> None:
     """Add the accepted steps, end records and scores of groups in `frames` to a store, until it has all of them."""
-    seen: set[tuple[int, int, int]] = set()
     attempts = {group_id: attempts_of(group) for group_id, group in groups.items()}
     unfinished: set[tuple[int, int | str]] = {
         (o, sample) for o, of_group in attempts.items() for sample, at in enumerate(of_group) if at >= 0
@@ -129,14 +128,12 @@ def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame]) ->
             index = message.steps.index_K.tolist()
             for of, (items, ends) in items_by_trajectory(message).items():
                 if of.group_id in attempts and attempts[of.group_id][of.sample] == of.attempt:
-                    keys = {(of.group_id, of.sample, index[k]): k for k in reversed(items)}
-                    new = sorted(k for key, k in keys.items() if key not in seen)  # the first copy of each step
-                    seen |= keys.keys()
-                    steps, held = cut(message.steps, new), store.of(of.group_id)
+                    held = store.held.setdefault(of.group_id, GroupData())
+                    there = held.places.setdefault(of.sample, {})
+                    new = {index[k]: k for k in reversed(items) if index[k] not in there}  # the first copy of each step
                     ends = [end for end in ends if of.sample not in held.ends]
-                    store.add(of.group_id, steps, ends)
-                    end = held.ends.get(of.sample) or next(iter(ends), None)
-                    if end is not None and all((*of[:2], k) in seen for k in range(end.n_steps)):
+                    store.add(of.group_id, cut(message.steps, sorted(new.values())), ends)
+                    if of.sample in held.ends and len(there) == held.ends[of.sample].n_steps:
                         unfinished.discard(of[:2])
 
 

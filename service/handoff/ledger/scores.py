@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -73,13 +74,11 @@ def rewarded(steps: Steps, ends: Ends, scores: tuple[Scored, ...]) -> tuple[Step
     if has_reward_E.all():
         return steps, ends, scores
     kept_K = np.flatnonzero(has_reward_E[end_of_items(steps, ends)])
-
-    def kept(values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(value for value, has_reward in zip(values, has_reward_E, strict=True) if has_reward)
-
     cut = tuple(
         msgspec.structs.replace(
-            score, rewards=score.rewards and kept(score.rewards), info=score.info and kept(score.info)
+            score,
+            rewards=score.rewards and tuple(compress(score.rewards, has_reward_E)),
+            info=tuple(compress(score.info, has_reward_E)),
         )
         for score in scores
     )

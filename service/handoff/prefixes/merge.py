@@ -59,7 +59,7 @@ def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
     """Merge steps of any number of trajectories into rows, ordered by the trajectory's first appearance, then by step.
     A step may have its whole prompt (`sharing.shared_form` makes the reference) or a reference.
 
-    Raises a ValueError for two prompts, a gap, contradicting copies of a step, a wrong reference or an unknown `mode`.
+    Raises a ValueError for two prompts, a gap, a step that came twice, a wrong reference or an unknown `mode`.
     """
     if not (listed := list(steps)):
         return []
@@ -67,13 +67,13 @@ def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
 
 
 def merge(steps: Steps, mode: Mode = "linear") -> MergedRows:
-    """Merge the steps of a table, in any order, into rows; a step that occurs several times is used once."""
+    """Merge the steps of a table, in any order, into rows; raises a ValueError if a step came twice."""
     check_choice("mode", mode, Mode)
     return merge_in_order(*in_order(steps), mode)
 
 
 def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = False) -> MergedRows:
-    """Merge steps sorted by trajectory (`number_K`) and index, without duplicates; `by_turn`: record `Rows.turn_N`."""
+    """Merge steps sorted by trajectory (`number_K`) and index; `by_turn`: record `Rows.turn_N`."""
     counts = dict.fromkeys(("extended", "forked", "reset"), 0)
     layout = _layout(steps, number_K, mode, counts)
     begin_R = np.flatnonzero(np.diff(layout.row_C, prepend=-1))
@@ -87,7 +87,7 @@ def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = F
 
 
 def check_whole(steps: Steps) -> Steps:
-    """The steps in order, without duplicates; raises a ValueError for two prompts, a gap, or a wrong reference."""
+    """The steps in order; raises a ValueError for two prompts, a gap, a step that came twice, or a wrong reference."""
     steps, number_K = in_order(steps)
     start_K = np.maximum.accumulate(np.where(changes(number_K), np.arange(len(steps)), 0))
     for k in np.flatnonzero(steps.uid_K != steps.uid_K[start_K])[:1].tolist():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from service.columns import (
     changes,
     codes_of,
     columns_of,
+    concat,
     filled,
     lengths_of,
     nested_offsets,
@@ -100,13 +102,7 @@ class Episodes(NamedTuple):
     @staticmethod
     def of(steps: Steps, ends: Ends) -> Episodes:
         """Sort steps as the end records are; raises a ValueError if one came twice or has no end record, or two."""
-        end_K = end_of_items(steps, ends)
-        order = np.lexsort((steps.index_K, end_K))
-        if (order[1:] < order[:-1]).any():
-            steps, end_K = select(steps, order), end_K[order]
-        again_K = np.flatnonzero((end_K[1:] == end_K[:-1]) & (steps.index_K[1:] == steps.index_K[:-1]))
-        if len(again_K):
-            raise ValueError(f"{name_of(steps, int(again_K[0]))} came twice")
+        steps, end_K = in_order(steps, end_of_items(steps, ends))
         first_G = offsets_of(np.bincount(end_K, minlength=len(ends)))
         role_K, reward_K = np.zeros(len(steps), np.uint8), steps.reward_K.copy()
         k, place_k = said_steps(steps, ends, end_K)
@@ -132,6 +128,19 @@ def end_of_items(steps: Steps, ends: Ends) -> Int64s:
     if len(first_X) != len(ends):
         raise ValueError("a trajectory of steps has no end, or it ends twice")
     return number_X[len(ends) :]
+
+
+def in_order(steps: Steps, number_K: Int64s | None = None) -> tuple[Steps, Int64s]:
+    """The steps, sorted by the numbers of their trajectories, then by index; and [K] these numbers, by default in the
+    order in which the trajectories appear. Raises a ValueError if a step came twice."""
+    if number_K is None:
+        number_K, _ = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
+    order = np.lexsort((steps.index_K, number_K))
+    if (order[1:] < order[:-1]).any():
+        steps, number_K = select(steps, order), number_K[order]
+    for k in np.flatnonzero(~changes(number_K, steps.index_K))[:1].tolist():
+        raise ValueError(f"{name_of(steps, k)} came twice")
+    return steps, number_K
 
 
 def extension_of(steps: Steps, k: int) -> Extension | None:
@@ -291,12 +300,11 @@ def _item_columns(table: type, items: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _item_values(step: Step) -> dict[str, Any]:
     """The values of a step's item columns, by their names without axis."""
-    group_id, sample, attempt = step.trajectory
     extends, length, digest = step.extends or NO_EXTENSION
-    return {
-        "group_id": group_id, "sample": sample, "attempt": attempt, "index": step.index, "uid": step.prompt_uid,
-        "stop_reason": step.stop_reason, "note": step.note, "temperature": step.temperature,
-        "reward": step.reward, "has_logprobs": step.logprobs is not None, "prompt_length": len(step.prompt_ids),
+    return step.trajectory._asdict() | {
+        "index": step.index, "uid": step.prompt_uid, "stop_reason": step.stop_reason, "note": step.note,
+        "temperature": step.temperature, "reward": step.reward, "has_logprobs": step.logprobs is not None,
+        "prompt_length": len(step.prompt_ids),
         "extends": extends, "extends_length": length, "extends_digest": digest,
     }  # fmt: skip
 
@@ -319,44 +327,13 @@ def _token_column(column: Column, steps: list[Step], offsets: list[int]) -> NDAr
 
 
 def same_step(a: Steps, k: int, b: Steps, j: int) -> bool:
-    """Whether item `k` of table `a` and item `j` of table `b` are the same step: equal in all columns, bit by bit."""
-    a, b = select(a, np.array([k])), select(b, np.array([j]))
-    columns = columns_of(Steps)
-    if any(getattr(a, names) != getattr(b, names) for names, _ in columns.names):
-        return False
-    numbers = {code for _, code in columns.names}  # names are compared, not their numbers in a table
-    return all(
-        _equal(column, getattr(a, column.name), getattr(b, column.name))
-        for column in columns.all
-        if column.name not in numbers
-    )
+    """Whether item `k` of table `a` and item `j` of table `b` are the same step: equal in all columns, bit by bit, so
+    that NaN equals itself; an absent column equals its fill value."""
+    both = concat([select(a, np.array([k])), select(b, np.array([j]))])
 
+    def content(item: int) -> list[Any]:
+        step = select(both, np.array([item]))
+        values = [getattr(step, field.name) for field in dataclasses.fields(Steps)]
+        return [value.tobytes() if isinstance(value, np.ndarray) else value for value in values]
 
-def in_order(steps: Steps) -> tuple[Steps, Int64s]:
-    """The steps, sorted by trajectory (as they appear), then by index, without duplicates; and [K] the trajectories'
-    numbers. Raises a ValueError if a step came twice with different content."""
-    number_K, _ = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
-    same_K, next_K = number_K[1:] == number_K[:-1], steps.index_K[1:] > steps.index_K[:-1]
-    if (next_K | ~same_K).all() and (number_K[1:] >= number_K[:-1]).all():
-        return steps, number_K
-    order = np.lexsort((steps.index_K, number_K))
-    steps, number_K = select(steps, order), number_K[order]
-    again_K = ~changes(number_K, steps.index_K)
-    if not again_K.any():
-        return steps, number_K
-    first_K = np.maximum.accumulate(np.where(again_K, 0, np.arange(len(steps))))
-    for k in np.flatnonzero(again_K).tolist():
-        if not same_step(steps, int(first_K[k]), steps, k):
-            raise ValueError(f"{name_of(steps, k)} came twice, and not the same")
-    return select(steps, np.flatnonzero(~again_K)), number_K[~again_K]
-
-
-def _equal(column: Column, a: NDArray[Any] | None, b: NDArray[Any] | None) -> bool:
-    """Bitwise equality, so that NaN equals itself; an absent column equals its fill value."""
-    if a is None or b is None:
-        known = b if a is None else a
-        if known is None:
-            return True
-        return known.tobytes() == np.broadcast_to(filled(column, 1).astype(known.dtype), known.shape).tobytes()
-    a, b = of_one_type(column, [a, b])
-    return a.shape == b.shape and a.tobytes() == b.tobytes()
+    return content(0) == content(1)

@@ -137,7 +137,6 @@ class Limits:
     max_attempts: int
     max_group_bytes: int
     """Maximum bytes of one message (a `StepGroup`)."""
-    needs_logprobs: bool = True
     n_named_roles: int = 0
     """Number of roles that the configuration names."""
     routing: Routing | None = None

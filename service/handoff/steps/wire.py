@@ -35,8 +35,6 @@ MAX_HEADER_BYTES = 1 << 20
 _COLUMNS = {column.name: column for table in (Steps, Ends, MiniBatch, MicroBatch) for column in columns_of(table).all}
 """All columns that a message may hold, by name."""
 
-_MICRO_BATCH_NAMES = [column.name for column in columns_of(MicroBatch).all]
-
 
 class ArrayHead(NamedTuple):
     """Name, type and shape of an array of the payload."""
@@ -145,10 +143,9 @@ def decode_mini_batch(data: bytes | memoryview) -> MiniBatch:
         head, arrays = _opened(data, MINI_BATCH, BatchHead, max_header_bytes=len(data))
     except _Damaged as damaged:
         raise ValueError(f"no mini-batch: {damaged.refusal}") from damaged
+    names = [column.name for column in columns_of(MicroBatch).all]
     ranks = tuple(
-        tuple(
-            MicroBatch(**{name: arrays.get(f"{rank}/{m}/{name}") for name in _MICRO_BATCH_NAMES}) for m in range(count)
-        )
+        tuple(MicroBatch(**{name: arrays.get(f"{rank}/{m}/{name}") for name in names}) for m in range(count))
         for rank, count in enumerate(head.micro_batches)
     )
     columns = _taken(arrays, MiniBatch)

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import pytest
 import xxhash
 
 from service.columns import bytes_per_token
 from service.config import Config
 from service.config.checks import problems
 from service.config.core_settings import worst_bytes
-from service.errors import ConfigError
 from service.handoff.group_bytes import ITEM_BYTES, NOTE_BYTES
 from service.handoff.steps import wire
 from service.handoff.steps.tables import steps_table
@@ -67,13 +65,10 @@ def test_a_message_whose_names_outgrow_its_reservation_is_refused(tmp_path: Path
     assert isinstance(answer, Refusal) and answer.reason is RefusalReason.TOO_LARGE
 
 
-def test_the_check_and_the_buffer_agree_about_the_memory(tmp_path: Path) -> None:
+def test_a_memory_that_cannot_hold_a_mini_batch_is_refused() -> None:
     enough = 2 * worst_bytes(config()).group
-    made, less = with_bounds(config(), max_bytes=enough), with_bounds(config(), max_bytes=enough - 1)
-    assert is_accepted(made) and not is_accepted(less)
-    World(tmp_path, made)
-    with pytest.raises(ConfigError, match=r"buffer\.max_bytes"):
-        World(tmp_path, less)
+    assert is_accepted(with_bounds(config(), max_bytes=enough))
+    assert not is_accepted(with_bounds(config(), max_bytes=enough - 1))
 
 
 def test_what_a_trajectory_has_sent_is_reserved_once(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def current_work(world: World, work: Assignment | None) -> Assignment:
         while not isinstance(answer := world.generator.claim(world.buffer.version), Assignment):
             world.train()
         return answer
-    if work.group_id in world.buffer.ledger.unassigned:
+    if any(group_id == work.group_id for group_id, _ in world.buffer.ledger.unassigned):
         world.generator.claimed(world.buffer.version)
     return work
 

@@ -11,6 +11,7 @@ import numpy as np
 import service
 from service.columns import concat, nested_offsets, select, widened
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.batches.credit import Rule
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
 from service.handoff.steps.tables import end_objects, ends_table, same_step, step_group, steps_table
@@ -28,6 +29,7 @@ USE_OF_IT = """
 from dataclasses import dataclass
 import numpy as np
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.batches.credit import Rule
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import merge
@@ -70,7 +72,7 @@ rows = merge(shared).rows
 assert rows.token_ids_N.tolist() == [1, 2, 3, 4, 5, 6, 1, 2, 3, 9, 7]
 assert rows.entropy_N.tolist() == [0, 0, 0.25, 0.5, 0, 0.75, 0, 0, 0, 0, 1]
 
-settings = BatchSettings(ranks=2, token_budget=16, estimator="grpo_no_std")
+settings = BatchSettings(ranks=2, token_budget=16, rule=Rule("grpo_no_std"))
 batch = form_mini_batch(1, [CompleteGroup(0, "a", shared, group.ends)], VersionHistory(), settings)
 [packed], [dummy] = decode_mini_batch(encode_mini_batch(batch)).ranks
 assert sorted(packed.entropy_N.tolist()) == sorted(rows.entropy_N.tolist())
@@ -123,7 +125,7 @@ def test_supports_stay_with_their_tokens_from_the_generator_to_the_trainer() -> 
     k = int(np.flatnonzero(np.diff(nested_offsets(again.steps.support_size_N)[again.steps.offsets_K]))[0])  # type: ignore[arg-type]
     assert not same_step(replace(again.steps, support_U=other), k, again.steps, k)
     joined = concat([select(again.steps, part) for part in np.array_split(np.arange(len(steps))[::-1], 5)])
-    settings = BatchSettings(ranks=2, token_budget=64, estimator="grpo_no_std", mode="tree")
+    settings = BatchSettings(ranks=2, token_budget=64, rule=Rule("grpo_no_std"), mode="tree")
     batch = form_mini_batch(1, [CompleteGroup(0, "a", joined, again.ends)], VersionHistory(), settings)
     n_tokens = 0
     for micro in [micro for rank in decode_mini_batch(encode_mini_batch(batch)).ranks for micro in rank]:

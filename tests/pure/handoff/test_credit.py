@@ -92,7 +92,7 @@ def test_every_loss_token_has_the_advantage_of_its_turn_in_whatever_row_it_lies(
     rng = np.random.default_rng(3)
     rewards = [[float(r) for r in rng.integers(-2, 3, n)] for n in (3, 4, 0, 2, 5, 1, 3, 2)]
     groups = [group_with(rewards[:4], 5), group_with(rewards[4:], 2)]
-    settings = BatchSettings(2, 256, "rloo", "sum", "return_to_go", 0.9, mode)
+    settings = BatchSettings(2, 256, Rule("rloo", "sum", "return_to_go", 0.9), mode)
     batch = form_mini_batch(1, groups, VersionHistory(), settings)
     again = decode_mini_batch(encode_mini_batch(batch))
     expected = turn_advantages(rewards, [0] * 4 + [1] * 4, "return_to_go", 0.9, "rloo")

@@ -55,6 +55,7 @@ def test_a_token_id_that_would_wrap_around_is_an_error(name: str, ids: Any) -> N
         (lambda a, b: [a, replace(b, index=2)], "step=2 is there, but step 1 before it is not"),
         (lambda a, b: [b], "step=1 is there, but step 0 before it is not"),
         (lambda a, b: [replace(a, index=-1), b], "step=-1"),
+        (lambda a, b: [b, a, b], "step=1 came twice"),
     ],
 )
 def test_a_trajectory_of_two_prompts_or_with_a_gap_is_not_merged(
@@ -68,9 +69,9 @@ def test_a_trajectory_of_two_prompts_or_with_a_gap_is_not_merged(
 @pytest.mark.parametrize(
     ("steps", "ends", "said"),
     [
-        ([step(0, [1], [2])], [], "ended after no steps, but 1 are there"),
+        ([step(0, [1], [2])], [], "a trajectory of steps has no end"),
         ([step(0, [1], [2])], [end(steps=2)], "ended after 2 steps, but 1 are there"),
-        ([step(0, [1], [2])], [end(), end()], "ends twice"),
+        ([step(0, [1], [2])], [end(), end()], "it ends twice"),
         ([step(0, [1], [2])], [end(uid="b")], "group=0 is of the prompts 'a' and 'b'"),
         ([step(1, [1], [2])], None, "step=1 is there, but step 0 before it is not"),
     ],

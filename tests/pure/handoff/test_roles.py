@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
-from service.handoff.batches.credit import Credit, ReturnRule, returns
+from service.handoff.batches.credit import Credit, ReturnRule, Rule, returns
 from service.handoff.batches.estimators import GROUP_ESTIMATORS, TURN_ESTIMATORS, advantages
 from service.handoff.ledger.events import Scored
 from service.handoff.ledger.scores import CompleteGroup, with_scores
@@ -52,7 +52,7 @@ def of_role(role: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("rule", ["last", "sum"])
 def test_every_role_is_compared_with_the_same_role_of_the_other_trajectories(rule: ReturnRule) -> None:
-    settings = BatchSettings(1, 256, "rloo", rule, train=TRAIN, named_roles=NAMED)
+    settings = BatchSettings(1, 256, Rule("rloo", rule, named=NAMED), train=TRAIN)
     batch = form_mini_batch(1, [group_of(GROUP)], VersionHistory(), settings)
     returned = {
         role: [sum(rewards) if rule == "sum" else rewards[-1] for rewards in of_role(role)]
@@ -76,7 +76,7 @@ def test_a_role_that_spoke_in_one_trajectory_of_a_group_has_no_baseline_and_no_a
     if credit != "trajectory" and estimator not in TURN_ESTIMATORS:
         pytest.skip("refused by the configuration")
     spoke_once = [[("main", 1.0, 0.0), ("verifier", 5.0, 0.0)], [("main", 0.0, 0.0)], [("main", 0.5, 0.0)]]
-    settings = BatchSettings(2, 256, estimator, "sum", credit, train=TRAIN, named_roles=NAMED)
+    settings = BatchSettings(2, 256, Rule(estimator, "sum", credit, named=NAMED), train=TRAIN)
     groups = [group_of(spoke_once), group_of(GROUP, 1)]
     found_X = form_mini_batch(1, groups, VersionHistory(), settings).turn_advantage_X
     assert found_X is not None and found_X[1] == 0.0
@@ -122,7 +122,7 @@ def test_a_scorer_that_replaces_rewards_replaces_those_of_main_alone() -> None:
     steps, ends = with_scores(group.steps, group.ends, [said])
     played = Episodes.of(steps, ends)
     assert returns(played, "sum").tolist() == returns(played, "last").tolist() == [0.25, 0.5, 0.75]
-    settings = BatchSettings(1, 256, "rloo", "sum", train=TRAIN, named_roles=NAMED)
+    settings = BatchSettings(1, 256, Rule("rloo", "sum", named=NAMED), train=TRAIN)
     batch = form_mini_batch(1, [group._replace(steps=steps, ends=ends)], VersionHistory(), settings)
     assert batch.metrics["role/verifier/reward"] == pytest.approx(np.mean([sum(of) for of in of_role("verifier")]))
     assert [end.transcript for end in end_objects(ends)] == [b"said"] * 3

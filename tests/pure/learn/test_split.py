@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.batches.credit import Rule
 from service.handoff.ledger.scores import CompleteGroup, sampled_tokens
 from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import Mode
@@ -100,7 +101,7 @@ def formed(steps: list[Step], ends: list[TrajectoryEnd], shift: float | None = N
         teacher_N[table.sample_K[item_N] == 1] = np.nan
         table = replace(table, teacher_logprobs_N=teacher_N)
     group = CompleteGroup(0, "0", table, ends_table(ends))
-    settings = BatchSettings(**{"ranks": 1, "token_budget": 1000, "estimator": "rloo", "returns": "sum"} | named)
+    settings = BatchSettings(**{"ranks": 1, "token_budget": 1000, "rule": Rule("rloo", "sum")} | named)
     batch = form_mini_batch(0, [group], VersionHistory(), settings)
     ranks = tuple(
         tuple(replace(micro, temperature_R=np.ones_like(micro.temperature_R)) for micro in rank) for rank in batch.ranks
@@ -124,7 +125,7 @@ ALGORITHM = {"estimator": "rloo", "returns": "sum", "reduction": "seq_mean_token
 ALGORITHM |= {"clip_low": 0.9, "clip_high": 10.0}
 SIGNALS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trajectory": ({}, {}),
-    "return_to_go": ({}, {"credit": "return_to_go", "gamma": 0.9}),
+    "return_to_go": ({}, {"rule": Rule("rloo", "sum", "return_to_go", 0.9)}),
     "teacher, advantage": ({"teacher": {"coef": 0.5, "mode": "advantage"}}, {"shift": 0.0}),
     "teacher, kl": ({"teacher": {"coef": 0.5, "mode": "kl"}}, {"shift": 0.0}),
 }
