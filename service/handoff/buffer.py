@@ -14,12 +14,11 @@ from typing import Literal
 
 from service.clock import Clock
 from service.errors import RunFailed
-from service.handoff.admission import Admission
 from service.handoff.attempts import RUN_END, Attempts
 from service.handoff.batches.batch import BatchResult
 from service.handoff.batches.filters import examine
 from service.handoff.buffer_settings import BufferSettings, opening
-from service.handoff.claims import Claims
+from service.handoff.claims import Admission, Claims
 from service.handoff.group_bytes import JOURNAL_SEGMENTS
 from service.handoff.journal.journal import Journal
 from service.handoff.leases import BatchJob, Leases, Waits
@@ -72,7 +71,7 @@ class Buffer:
         self._curriculum = Curriculum(settings.curriculum, prompts, self.ledger)
         self.scoring = Scoring(settings.scorers, settings.filters, self._record, teacher_of_row)
         """Takes the answers of scorers; groups wait for scorers between their last submit and their lease."""
-        self._claims = Claims(self._record, prompts, self._curriculum, self._admission, self._waits, self.scoring)
+        self._claims = Claims(self._record, self._curriculum, self._admission, self._waits, self.scoring)
         self._shares = settings.mini_batch_size if settings.order == "strict" else settings.max_generators
         """Parts of the groups that a mini-batch lacks: one per generator, or per group if a lease waits for any."""
         self._refused: Counter[str] = Counter()

@@ -28,6 +28,8 @@ TEACHER_BYTES = 4
 """Bytes of a token's log-probability under the teacher."""
 SUPPORT_BYTES = 4
 """Bytes of a token of a support; the drawn token's 4 bytes, which are not stored, cover the support's size."""
+REWARD_BYTES = 9
+"""Bytes of one reward in a scorer's answer."""
 SCORE_BYTES = 1 << 9
 """Bytes of a scorer's answer without its rewards, texts and log-probabilities: its journal frame."""
 INFO_BYTES = 1 << 11
@@ -40,11 +42,6 @@ EVENT_BYTES = 1 << 20
 """Bytes of the journal that are kept for events, so that leases continue when no more groups are admitted."""
 JOURNAL_SEGMENTS = 8
 """Number of segments of a full journal; to free the oldest segment, its needed frames are copied to the end."""
-
-
-def score_bytes(n_rewards: int, teacher_bytes: int) -> int:
-    """Bytes of a scorer's answer without texts, with `teacher_bytes` bytes of log-probabilities."""
-    return SCORE_BYTES + 9 * n_rewards + teacher_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +79,7 @@ class WorstBytes:
     @property
     def scores(self) -> int:
         """Maximum bytes of all scorers' answers about one trajectory, without a teacher's log-probabilities."""
-        return self.n_scorers * (score_bytes(1, 0) + INFO_BYTES)
+        return self.n_scorers * (SCORE_BYTES + REWARD_BYTES + INFO_BYTES)
 
     @property
     def trajectory(self) -> int:

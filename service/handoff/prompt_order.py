@@ -28,11 +28,13 @@ class Prompts:
     def __init__(self, uids: Sequence[str], seed: int, shuffle: bool) -> None:
         if not uids:
             raise ValueError("no prompts")
-        self._uids, self._seed, self._shuffle = tuple(uids), seed, shuffle
+        self._seed, self._shuffle = seed, shuffle
+        self.uids = tuple(uids)
+        """The uids of the prompts, by dataset row."""
         self._orders: dict[int, Int64s] = {}
 
     def __len__(self) -> int:
-        return len(self._uids)
+        return len(self.uids)
 
     def row(self, place: int) -> int:
         """The dataset row at a place in the order of issue."""
@@ -40,22 +42,18 @@ class Prompts:
 
     def rows(self, start: int, stop: int) -> Int64s:
         """The dataset rows at the places from `start` to `stop`, or to the end of the epoch."""
-        epoch, first = divmod(start, len(self._uids))
-        last = min(first + stop - start, len(self._uids))
+        epoch, first = divmod(start, len(self.uids))
+        last = min(first + stop - start, len(self.uids))
         return self._order(epoch)[first:last] if self._shuffle else np.arange(first, last)
 
     def draw(self, place: int) -> float:
         """A pseudo-random number in [0, 1) that depends only on the seed and the place."""
         return xxhash.xxh3_64_intdigest(f"{self._seed}/{place}".encode()) / 2**64
 
-    def uid(self, row: int) -> str:
-        """The uid of the prompt in a dataset row."""
-        return self._uids[row]
-
     def _order(self, epoch: int) -> Int64s:
         """The epoch's order of rows; the orders of the newest two epochs are cached."""
         if epoch not in self._orders:
-            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._uids))
+            order = np.random.default_rng((self._seed, epoch)).permutation(len(self.uids))
             self._orders = {e: kept for e, kept in self._orders.items() if e == epoch - 1} | {epoch: order}
         return self._orders[epoch]
 
@@ -80,7 +78,7 @@ class Curriculum:
     """Chooses the prompts to issue, in their order; without settings, every prompt is issued in every epoch."""
 
     def __init__(self, settings: CurriculumSettings | None, prompts: Prompts, ledger: Ledger) -> None:
-        self._settings, self._prompts, self._ledger = settings, prompts, ledger
+        self.prompts, self._settings, self._ledger = prompts, settings, ledger
         self._kind_P = np.zeros(len(prompts), np.int8)
         """For each row, the index of its prompt's kind in `KINDS`."""
 
@@ -91,13 +89,13 @@ class Curriculum:
         if self._settings is None:
             return first
         self._catch_up(self._settings)
-        while start < first + len(self._prompts):
-            kind_P = self._kind_P[self._prompts.rows(start, min(start + STRETCH, first + len(self._prompts)))]
+        while start < first + len(self.prompts):
+            kind_P = self._kind_P[self.prompts.rows(start, min(start + STRETCH, first + len(self.prompts)))]
             end = start + len(kind_P)
             inside = np.flatnonzero(IN_EVERY_EPOCH[kind_P])
             stop = start + int(inside[0]) if len(inside) else end
             outside = range(start, stop) if self._settings.outside else ()
-            drawn = (place for place in outside if self._prompts.draw(place) < self._settings.outside)
+            drawn = (place for place in outside if self.prompts.draw(place) < self._settings.outside)
             if (place := next(drawn, stop)) < end:
                 return place
             start = end

@@ -126,19 +126,21 @@ class Part(NamedTuple):
     number_V: Int64s
     """The trajectories that have the role, as the positions of their end records."""
     return_V: Float64s
-    turns: TurnRewards
+    first_V: Int64s
+    """[V + 1] where each trajectory's turns begin on the axis X."""
+    reward_X: Float64s
     place_X: Int64s
     """The position of each turn on the axis `K`, which has the turns of all roles."""
 
     def advantages(self, prompt_G: Int32s, rule: Rule) -> Float64s:
         """[X] the advantage of each turn; raises a NoAdvantage, with the positions of end records, if it is not finite.
         Where only one trajectory of a group has the role, the estimators in `GROUP_ESTIMATORS` give 0."""
-        group_V, n_turns_V = prompt_G[self.number_V].astype(np.int64), lengths_of(self.turns.first_G)
+        group_V, n_turns_V = prompt_G[self.number_V].astype(np.int64), lengths_of(self.first_V)
         try:
             if rule.credit == "trajectory":
                 advantage_X = np.repeat(advantages(rule.estimator, self.return_V, group_V), n_turns_V)
             else:
-                advantage_X = credited(self.turns, group_V, rule.credit, rule.gamma, rule.estimator)
+                advantage_X = credited(self.first_V, self.reward_X, group_V, rule.credit, rule.gamma, rule.estimator)
         except NoAdvantage as error:
             raise NoAdvantage(str(error), self.number_V[error.trajectories].tolist()) from error
         if rule.estimator not in GROUP_ESTIMATORS:
@@ -155,14 +157,14 @@ def parts(played: Episodes, rule: Rule) -> Iterator[Part]:
         number_V = np.arange(len(played.ends)) if code == 0 else np.flatnonzero(n_turns_G)
         if not len(number_V):
             continue
-        own = TurnRewards(offsets_of(n_turns_G[number_V]), played.reward_K[place_X])
+        first_V, reward_X = offsets_of(n_turns_G[number_V]), played.reward_K[place_X]
         if code == 0:
             return_V = returns(played, rule.returns)
         elif rule.returns == "last":
-            return_V = own.reward_X[own.first_G[1:] - 1]
+            return_V = reward_X[first_V[1:] - 1]
         else:
-            return_V = np.add.reduceat(own.reward_X, own.first_G[:-1])
-        yield Part(role, number_V, return_V, own, place_X)
+            return_V = np.add.reduceat(reward_X, first_V[:-1])
+        yield Part(role, number_V, return_V, first_V, reward_X, place_X)
 
 
 def _role_metrics(part: Part, advantage_X: Float64s, prompt_X: Int32s) -> dict[str, float]:
@@ -177,14 +179,6 @@ def _role_metrics(part: Part, advantage_X: Float64s, prompt_X: Int32s) -> dict[s
 
 
 # -- by turn ----------------------------------------------------------------------------------------------------------
-
-
-class TurnRewards(NamedTuple):
-    """The rewards of the turns of several trajectories."""
-
-    first_G: Int64s
-    """[G + 1] where each trajectory's turns begin on the axis X."""
-    reward_X: Float64s
 
 
 def turn_advantages(
@@ -211,19 +205,22 @@ def turn_advantages(
     if len(prompt_uids) != len(reward_G):
         raise ValueError(f"rewards of {len(reward_G)} trajectories for {len(prompt_uids)} prompt uids")
     first_G = offsets_of(np.array([len(turns) for turns in reward_G], np.int64))
-    turns = TurnRewards(first_G, np.concatenate([np.zeros(0), *reward_G]))
-    if not np.isfinite(turns.reward_X).all():
+    reward_X = np.concatenate([np.zeros(0), *reward_G])
+    if not np.isfinite(reward_X).all():
         raise ValueError("a reward is no finite number")
-    advantage_X = credited(turns, codes_of(prompt_uids)[1].astype(np.int64), credit, gamma, estimator)
+    advantage_X = credited(first_G, reward_X, codes_of(prompt_uids)[1].astype(np.int64), credit, gamma, estimator)
     return np.split(advantage_X, first_G[1:-1]) if reward_G else []
 
 
-def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, estimator: str) -> Float64s:
-    """[X] the advantage of each turn; `group_G`: each trajectory's group; other arguments as in `turn_advantages`."""
-    n_turns_G = lengths_of(turns.first_G)
+def credited(
+    first_G: Int64s, reward_X: Float64s, group_G: Int64s, credit: Credit, gamma: float, estimator: str
+) -> Float64s:
+    """[X] the advantage of each turn from its reward; `first_G`: where the turns of each trajectory begin, `group_G`:
+    each trajectory's group; other arguments as in `turn_advantages`."""
+    n_turns_G = lengths_of(first_G)
     alive_GT = np.arange(int(n_turns_G.max(initial=0))) < n_turns_G[:, None]  # whether trajectory g has a turn t
     reward_GT: Float64s = np.zeros(alive_GT.shape)
-    reward_GT[alive_GT] = turns.reward_X
+    reward_GT[alive_GT] = reward_X
     return_G = levelled(reward_GT.sum(axis=1), group_G)
     if credit == "trajectory":
         return np.repeat(advantages(estimator, return_G, group_G), n_turns_G)

@@ -21,7 +21,6 @@ If a group continues without some trajectories, n counts the remaining ones; the
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,9 +84,7 @@ def advantages(estimator: str, return_G: ArrayLike, prompt_uids_G: Sequence[Any]
     [1.0, -0.5, -0.5, 0.0, 0.0]
     """
     if (function := ESTIMATORS.get(estimator)) is None:
-        near = difflib.get_close_matches(estimator.lower(), ESTIMATORS, n=1)
-        meant = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ESTIMATORS)}"
-        raise UserError(f"no estimator is named {estimator!r}; {meant}")
+        raise UserError(f"no estimator is named {estimator!r}; there are {', '.join(ESTIMATORS)}")
     returns = np.array(return_G, np.float64)  # a copy, which an estimator may change
     if returns.shape != (len(prompt_uids_G),):
         raise ValueError(f"returns of shape {returns.shape} for {len(prompt_uids_G)} prompt uids")

@@ -108,7 +108,7 @@ def partition(cost_G: Int64s, parts: int) -> Int64s:
     """[G] the part of each item, so that parts have similar costs: the better result of two heuristics.
 
     >>> partition(np.array([8, 7, 6, 5, 4]), 2).tolist()  # costs 8 + 6 and 7 + 5 + 4
-    [0, 1, 0, 1, 1]
+    [1, 0, 1, 0, 0]
     """
     if parts == 1 or not len(cost_G):
         return np.zeros(len(cost_G), np.int64)

@@ -377,15 +377,10 @@ def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
     """Move a file's unused reserved space to a new file; returns how many bytes the new file has: fewer if another
     process takes what a full disk has to free first."""
     wanted = max(allocated - used, 0)
-    has_room = _allocated(new, wanted)
+    size, more = (wanted, 0) if _allocated(new, wanted) else (0, wanted)
     old.truncate(used)
-    return wanted if has_room else _grown(new, wanted)
-
-
-def _grown(file: File, wanted: int) -> int:
-    size, more = 0, wanted
     while more >= PAGE_BYTES:
-        if _allocated(file, size + more):
+        if _allocated(new, size + more):
             size += more
         more //= 2
     return size

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from service.handoff.group_bytes import score_bytes
+from service.handoff.group_bytes import REWARD_BYTES, SCORE_BYTES
 from service.types import PolicyVersion, TrajectoryEnd
 
 
@@ -173,7 +173,8 @@ class Scored(Event, frozen=True):
     @property
     def n_bytes(self) -> int:
         """Bytes of the answer, as `service.handoff.group_bytes` counts them."""
-        return score_bytes(len(self.rewards or ()), len(self.teacher)) + sum(len(text.encode()) for text in self.info)
+        texts = sum(len(text.encode()) for text in self.info)
+        return SCORE_BYTES + REWARD_BYTES * len(self.rewards or ()) + len(self.teacher) + texts
 
 
 class Tried(Event, frozen=True):

@@ -11,8 +11,6 @@ from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-import msgspec
-
 from service.handoff.ledger import events
 from service.handoff.ledger.events import GIVEN_UP, NEXT_STATES, UNFINISHED, USED, Addition, Fate, GroupState
 from service.handoff.ledger.state import (
@@ -83,10 +81,6 @@ class Ledger:
                     self.unassigned[group_id, sample] = None
                 else:
                     self.since[group_id, sample] = now
-
-    def snapshot(self) -> bytes:
-        """The whole state as bytes."""
-        return msgspec.msgpack.encode(self.state)
 
     def apply(self, event: events.Event, now: float) -> None:
         """Change the state by one event: `_issued` applies `Issued`. `now`: monotonic time in seconds."""
@@ -211,7 +205,6 @@ class Ledger:
         if all(trajectory.complete for trajectory in group.trajectories):
             self.issued_at.pop(group_id)
             group.attempts = attempts_of(group)
-            group.lengths = _lengths(group)
             if group.awaited:
                 self._enter(group, GroupState.SCORING)
                 self.scoring[group_id] = None
@@ -236,7 +229,6 @@ class Ledger:
             del self.scoring[event.group_id]
             for sample in group.unrewarded:
                 self._give_up(group, sample, RefusalReason.SCORER)
-            group.lengths = _lengths(group)
             self._finish(event.group_id, group)
 
     def _tried(self, event: events.Tried) -> None:
@@ -336,6 +328,8 @@ class Ledger:
             waiting = group.waiting_fate
             for fate, tokens in _used_fates(group, Fate.STEPPED):
                 self._move_tokens(waiting, fate, tokens)
+            # a group whose step was undone has no trajectories any more
+            group.lengths = tuple(t.tokens for t in group.trajectories if not t.given_up) or group.lengths
             group.rolled_back, group.step, group.trajectories = False, event.version.step, []
             self._count_trained(group, 1)
             self._enter(group, GroupState.STEPPED)
@@ -420,10 +414,6 @@ def unrewarded(group: Group, rewards: Sequence[float]) -> list[int]:
     """The samples to which a scorer gave no reward (NaN)."""
     samples = (sample for sample, trajectory in enumerate(group.trajectories) if not trajectory.given_up)
     return [sample for sample, reward in zip(samples, rewards, strict=False) if math.isnan(reward)]
-
-
-def _lengths(group: Group) -> tuple[int, ...]:
-    return tuple(t.tokens for t in group.trajectories if not t.given_up)
 
 
 def attempts_of(group: Group) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from service.clock import Clock
@@ -78,11 +79,11 @@ class Store:
         """The steps, end records and scores of a group; empty once the group was dropped."""
         return self.held.get(group_id) or GroupData()
 
-    def add(self, group_id: int, steps: Steps | None, ends: Sequence[TrajectoryEnd]) -> None:
-        """Add accepted steps and end records to a group."""
+    def add(self, group_id: int, steps: Steps, items: Sequence[int], ends: Sequence[TrajectoryEnd]) -> None:
+        """Add the accepted steps at the positions `items` of a message, and end records, to a group."""
         held = self.held.setdefault(group_id, GroupData())
-        if steps is not None:
-            held.add(steps)
+        if items:
+            held.add(steps if len(items) == len(steps) else select(steps, np.array(items, np.int64), copy=True))
         for end in ends:
             held.ends[end.trajectory.sample] = end
 
@@ -112,13 +113,6 @@ class Store:
             held.rearrange([concat(held.steps)])
         ends = [held.ends[sample] for sample in sorted(held.ends)]
         return held.steps[0] if held.steps else steps_table([]), ends_table(ends)
-
-
-def cut(steps: Steps, items: Sequence[int]) -> Steps | None:
-    """The steps at the positions `items`; None if there are none. A copy, unless all steps are selected."""
-    if len(items) == len(steps):
-        return steps if items else None
-    return select(steps, np.array(items, np.int64), copy=True) if items else None
 
 
 def expert_bytes(ledger: Ledger, routing: Routing | None) -> int:
@@ -209,7 +203,7 @@ class Record:
             group.first_position = position if group.first_position is None else group.first_position
             items = sorted(k for new in of_group for k in new.items)
             ends = [new.end for new in of_group if new.end is not None]
-            self.store.add(group_id, cut(message.steps, items), ends)
+            self.store.add(group_id, message.steps, items, ends)
         experts_N = message.steps.routed_experts_N
         routing = experts_N.shape[1:] if experts_N is not None and any(new.items for new in additions) else None
         ledger.accept(message.sender, additions, routing, self.clock.monotonic())
@@ -222,7 +216,8 @@ class Record:
         """Begin a new segment of the journal with a snapshot, and mark segments for removal; those with steps that a
         group needs stay, because a replay of the snapshot reads them."""
         needed = self.needed_from()
-        self.snapshot_end = self.journal.append(events.SNAPSHOT, self.ledger.snapshot(), begins_segment=True)
+        state = msgspec.msgpack.encode(self.ledger.state)
+        self.snapshot_end = self.journal.append(events.SNAPSHOT, state, begins_segment=True)
         self.journal.reclaim(needed, once=self.snapshot_end)
 
     def needed_from(self) -> int:

@@ -25,7 +25,7 @@ from service.handoff.ledger import events
 from service.handoff.ledger.accept import items_by_trajectory, new_content
 from service.handoff.ledger.events import USED
 from service.handoff.ledger.ledger import Ledger, attempts_of
-from service.handoff.ledger.record import GroupData, Record, Store, cut, expert_bytes
+from service.handoff.ledger.record import GroupData, Record, Store, expert_bytes
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import Group, State
 from service.handoff.steps.tables import ends_table
@@ -132,7 +132,7 @@ def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame]) ->
                     there = held.places.setdefault(of.sample, {})
                     new = {index[k]: k for k in reversed(items) if index[k] not in there}  # the first copy of each step
                     ends = [end for end in ends if of.sample not in held.ends]
-                    store.add(of.group_id, cut(message.steps, sorted(new.values())), ends)
+                    store.add(of.group_id, message.steps, sorted(new.values()), ends)
                     if of.sample in held.ends and len(there) == held.ends[of.sample].n_steps:
                         unfinished.discard(of[:2])
 

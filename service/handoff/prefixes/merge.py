@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from service.columns import changes, check_choice, columns_of, filled, lengths_of, offsets_of, segments_of
-from service.handoff.prefixes.sharing import StepNode, StepTree, check_references, common, shared_form
+from service.handoff.prefixes.sharing import StepNode, StepTree, check_references, shared_form
 from service.handoff.steps.tables import in_order, name_of, row_objects, steps_table, total_lengths
 from service.types import Bools, Int64s, Row, Rows, Step, Steps
 
@@ -201,8 +201,6 @@ class _OpenRow:
     """Temperature, and whether there are log-probabilities: both are equal for all steps of a row."""
     tip: StepNode
     """The row's last step."""
-    first_sampled: int
-    """Position of the first response in the row; it is in the row's prompt if the row is a fork."""
     steps: list[int] = field(default_factory=list)
     """The row's steps, as items of the table, in order."""
     segments: list[tuple[int, int, bool]] = field(default_factory=list)
@@ -218,17 +216,25 @@ class _RowBuilder:
         self._tree = StepTree()
         self._row_of: dict[int, _OpenRow] = {}
         """The row of each step, by step index."""
+        self._sampled_from: dict[int, int] = {}
+        """For each step, the position of the first response in its prompt and response, by step index."""
 
     def add(self, k: int) -> None:
         """Add item `k`; steps must be added in order."""
         steps, step = self._steps, self._tree.add(self._steps, k)
         kind = float(steps.temperature_K[k]), bool(steps.has_logprobs_K[k])
-        row, length = self._continued(step, kind), 0
+        row, length, parent = self._continued(step, kind), 0, step.parent
+        sampled_from = step.cut if parent is None else self._sampled_from[parent.index]
+        is_fork = sampled_from < step.cut  # the prompt has tokens of an earlier response
+        own_response = step.cut + int(steps.prompt_length_K[k])
+        self._sampled_from[step.index] = sampled_from if is_fork else own_response
         if row is not None:
             self._counts["extended"] += 1
             length, row.tip = row.tip.length, step
         else:
-            row = _OpenRow(kind, step, self._first_sampled(step, step.cut + int(steps.prompt_length_K[k])))
+            if self.rows and self._mode != "off":
+                self._counts["forked" if is_fork else "reset"] += 1
+            row = _OpenRow(kind, step)
             self.rows.append(row)
         # the step's tokens after the first `length`, which the row already has
         row.segments += [(*each, each[0] >= step.own_start) for each in step.segments(length, step.length)]
@@ -243,17 +249,3 @@ class _RowBuilder:
                 return row
             step = extended
         return None
-
-    def _first_sampled(self, step: StepNode, prompt_length: int) -> int:
-        """The position of the first response in a new row, `forked` if it shares sampled tokens."""
-        if not self.rows or self._mode == "off":
-            return prompt_length
-        if self._mode == "tree":
-            nearest = self.rows[0] if step.parent is None else self._row_of[step.parent.index]
-            shared = step.cut
-        else:
-            nearest = self.rows[-1]
-            shared = common(nearest.tip, nearest.tip.length, step.parent, step.cut)
-        forked = shared > nearest.first_sampled
-        self._counts["forked" if forked else "reset"] += 1
-        return nearest.first_sampled if forked else prompt_length

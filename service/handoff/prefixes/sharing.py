@@ -160,13 +160,3 @@ def check_references(steps: Iterable[tuple[Steps, int]]) -> None:
     tree = StepTree()
     for table, k in steps:
         tree.add(table, k)
-
-
-def common(a: StepNode | None, length_a: int, b: StepNode | None, length_b: int) -> int:
-    """Number of leading tokens that belong to the same steps in two paths, which have these lengths in `a` and `b`."""
-    while a is not b:
-        if b is None or (a is not None and a.index > b.index):
-            length_a, a = (0, None) if a is None else (a.cut, a.parent)
-        else:
-            length_b, b = b.cut, b.parent
-    return min(length_a, length_b) if a is not None else 0

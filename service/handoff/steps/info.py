@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 
 import msgspec
 
@@ -26,7 +27,7 @@ def packed_info(environment: str, info: Mapping[str, float]) -> str:
     """The text of a trajectory's `info`, with six digits; without numbers that are not finite, and without those from
     which on it would exceed `MAX_INFO_BYTES`."""
     finite = ((name, float(f"{number:.6g}")) for name, number in info.items() if math.isfinite(number))
-    kept = dict(finite)
+    kept = dict(islice(finite, MAX_INFO_NAMES))
     while len(text := msgspec.json.encode({environment: kept})) > MAX_INFO_BYTES:
         if not kept:
             return ""

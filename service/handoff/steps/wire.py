@@ -219,10 +219,9 @@ def _arrays(view: memoryview, position: int, heads: tuple[ArrayHead, ...]) -> di
     arrays: dict[str, NDArray[Any]] = {}
     for name, dtype_name, shape in heads:
         column = _COLUMNS.get(name.rpartition("/")[2])
-        if column is None or name in arrays or len(shape) != column.about.ndim:
-            raise _Damaged(RefusalReason.SCHEMA, name[:80])
-        dtype = next((dtype for dtype in (column.dtype, column.narrow) if dtype and dtype.str == dtype_name), None)
-        if dtype is None:
+        known = () if column is None or len(shape) != column.about.ndim else (column.dtype, column.narrow)
+        dtype = next((dtype for dtype in known if dtype and dtype.str == dtype_name), None)
+        if dtype is None or name in arrays:
             raise _Damaged(RefusalReason.SCHEMA, name[:80])
         if min(shape) < 0 or max(shape) > len(view):  # also where another axis has no items at all
             raise _Damaged(RefusalReason.MALFORMED, name[:80], min(max(shape), 1 << 62))

@@ -37,7 +37,6 @@ class PlainRow:
 
     steps: list[Step]
     prompt_length: int
-    first_sampled: int
     tokens: list[tuple[Token, float, bool]] = field(default_factory=list)
 
     @property
@@ -66,11 +65,8 @@ def alike(a: Step, b: Step) -> bool:
     return a.temperature == b.temperature and (a.logprobs is None) == (b.logprobs is None)
 
 
-def outcome(
-    rows: list[PlainRow], before: list[Step], now: Step, wholes: list[list[Token]], mode: str
-) -> tuple[str, int, int]:
-    """(what becomes of a step, the row that matters, how many of its tokens are shared)."""
-    prompt = wholes[now.index][: -len(now.response_ids)]
+def outcome(rows: list[PlainRow], steps: list[Step], now: Step, prompt: list[Token], mode: str) -> tuple[str, int, int]:
+    """(what becomes of a step, the row that it extends, how many of its tokens are shared)."""
     shared = {r: same(row.ids, prompt) for r, row in enumerate(rows)}
     if mode == "linear":
         shared = {r: length for r, length in shared.items() if r == len(rows) - 1}
@@ -79,12 +75,8 @@ def outcome(
     if whole:
         chosen = max(whole, key=whole.__getitem__)
         return "extended", chosen, whole[chosen]
-    nearest = max(shared, key=shared.__getitem__)
-    if mode == "tree":  # of several, the row of the step that had those tokens first
-        first = next(s for s in before if same(wholes[s.index], prompt) >= shared[nearest])
-        nearest = next(r for r, row in enumerate(rows) if first in row.steps)
-    forked = shared[nearest] > rows[nearest].first_sampled
-    return "forked" if forked else "reset", nearest, 0
+    forked = any(place >= len(steps[index].prompt_ids) for index, place, _ in prompt)
+    return "forked" if forked else "reset", 0, 0
 
 
 def plain_rows(steps: list[Step], mode: str, counts: Counter[str]) -> list[PlainRow]:
@@ -95,12 +87,11 @@ def plain_rows(steps: list[Step], mode: str, counts: Counter[str]) -> list[Plain
         prompt, response = wholes[at][:n_prompt], wholes[at][n_prompt:]
         name, chosen, length = "", 0, 0
         if rows and mode != "off":
-            name, chosen, length = outcome(rows, steps[:at], now, wholes, mode)
+            name, chosen, length = outcome(rows, steps, now, prompt, mode)
         if name == "extended":
             row = rows[chosen]
         else:
-            begun = rows[chosen].first_sampled if name == "forked" else len(prompt)
-            row = PlainRow([], len(prompt), begun)
+            row = PlainRow([], len(prompt))
             rows.append(row)
         logprobs = [0.0] * len(response) if now.logprobs is None else now.logprobs.tolist()
         row.tokens += [(token, 0.0, False) for token in prompt[length:]]

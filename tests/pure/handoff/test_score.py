@@ -93,7 +93,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 def test_an_estimator_of_ones_own_is_named_with_its_module(own_module: None) -> None:
     named = Config.model_validate({"algorithm": {"estimator": "my_estimators:mine"}})
-    assert batch_settings(named).estimator == filter_settings(named).rule.estimator == "mine"
+    assert batch_settings(named).rule.estimator == filter_settings(named).rule.estimator == "mine"
     assert advantages("mine", [1.0, 3.0], ["a", "a"]).tolist() == [-2.0, 0.0]
     with pytest.raises(UserError, match="no finite number for each of 2"):
         advantages("broken", [1.0, 3.0], ["a", "a"])
