@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeGuard
 
 from service.columns import concat
 from service.handoff.buffer_settings import BufferSettings
@@ -209,10 +208,10 @@ class WaitingClaims:
         """Answer a claim of up to `most` groups by calling `reply`, as soon as there is one or at `deadline`, which is
         not before that of the claim before; None: at once."""
         answer = self._ask(claim, most)
-        if deadline is None or not _waits(answer):
+        if deadline is not None and isinstance(answer, Wait) and answer.reason not in FINAL:
+            self._waiting[WaitingClaim(claim, most, answer, deadline, reply)] = None
+        else:
             reply(answer)
-            return
-        self._waiting[WaitingClaim(claim, most, answer, deadline, reply)] = None
 
     def look(self) -> None:
         """Answer the waiting claims for which there is now a group, in order of arrival."""
@@ -222,7 +221,7 @@ class WaitingClaims:
             if waiting not in self._waiting or (blocked is not None and serving <= blocked):
                 continue  # a reply may have taken it
             answer = self._ask(waiting.claim, waiting.most)
-            if _waits(answer):
+            if isinstance(answer, Wait) and answer.reason not in FINAL:
                 blocked = blocked if waiting.claim.only_moved else serving
             else:
                 del self._waiting[waiting]
@@ -242,7 +241,3 @@ class WaitingClaims:
         taken = list(self._waiting)
         self._waiting.clear()
         return taken
-
-
-def _waits(answer: ClaimAnswer) -> TypeGuard[Wait]:
-    return isinstance(answer, Wait) and answer.reason not in FINAL

@@ -33,9 +33,6 @@ class Prompts:
         """The uids of the prompts, by dataset row."""
         self._orders: dict[int, Int64s] = {}
 
-    def __len__(self) -> int:
-        return len(self.uids)
-
     def row(self, place: int) -> int:
         """The dataset row at a place in the order of issue."""
         return int(self.rows(place, place + 1)[0])
@@ -79,7 +76,7 @@ class Curriculum:
 
     def __init__(self, settings: CurriculumSettings | None, prompts: Prompts, ledger: Ledger) -> None:
         self.prompts, self._settings, self._ledger = prompts, settings, ledger
-        self._kind_P = np.zeros(len(prompts), np.int8)
+        self._kind_P = np.zeros(len(prompts.uids), np.int8)
         """For each row, the index of its prompt's kind in `KINDS`."""
 
     def next_place(self) -> int:
@@ -89,8 +86,8 @@ class Curriculum:
         if self._settings is None:
             return first
         self._catch_up(self._settings)
-        while start < first + len(self.prompts):
-            kind_P = self._kind_P[self.prompts.rows(start, min(start + STRETCH, first + len(self.prompts)))]
+        while start < first + len(self.prompts.uids):
+            kind_P = self._kind_P[self.prompts.rows(start, min(start + STRETCH, first + len(self.prompts.uids)))]
             end = start + len(kind_P)
             inside = np.flatnonzero(IN_EVERY_EPOCH[kind_P])
             stop = start + int(inside[0]) if len(inside) else end

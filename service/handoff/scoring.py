@@ -104,10 +104,6 @@ class Scoring:
         sender = Sender("", 0, group_id)
         return self._record.ledger.state.groups[group_id].row, StepGroup(sender, *self._record.store.unscored(group_id))
 
-    def answers(self, group_id: int) -> tuple[events.Scored, ...]:
-        """The scorers' answers about a group so far; empty if the group is not in memory."""
-        return self._record.store.scores(group_id)
-
     def accept(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
         """Journal a scorer's answer about a group, if it is still needed.
 
@@ -201,9 +197,10 @@ class Scoring:
         """The weighted rewards; NaN where a reward, or its sum with the rewards so far, is not accepted."""
         if answer.rewards is None:
             return None
-        settings, earlier = self._scorers[scorer], [each for each in self.answers(group_id) if each.rewards]
+        settings, store = self._scorers[scorer], self._record.store
+        earlier = [each for each in store.scores(group_id) if each.rewards]
         added = settings.combine == "add" and not any(each.replaces for each in earlier)
-        ends = self._record.store.of(group_id).ends
+        ends = store.of(group_id).ends
         so_far = [ends[sample].reward if added else 0.0 for sample in sorted(ends)]
         columns = zip(answer.rewards, so_far, *(each.rewards or () for each in earlier), strict=True)
         weighted = [(settings.weight * float(reward), sum(others)) for reward, *others in columns]

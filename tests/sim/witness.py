@@ -96,7 +96,7 @@ class Witness:
         """All that happened is on the disk: raise Broken if a scorer's answer is not the one that was journalled."""
         for group_id, group in buffer.ledger.state.groups.items():
             if group.scored and group.state in SCORED:
-                for score in buffer.scoring.answers(group_id):
+                for score in buffer._record.store.scores(group_id):
                     before = self._scores.setdefault(group_id, {}).setdefault(score.scorer, score)
                     if encode(before) != encode(score):  # NaN is not itself
                         raise Broken(f"group={group_id} was scored as {before}, and is now {score}")

@@ -94,14 +94,11 @@ def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout)
     for costs, bins in zip(costs_of_rank, few, strict=True):
         bin_of_row = _heaviest_first(np.array(costs, np.int64), count)
         alike = [np.flatnonzero(bin_of_row == b).tolist() for b in range(count)]
-        sizes = [_size([costs[row] for row in rows], layout) for rows in alike]
+        taken = [[costs[row] for row in rows] for rows in alike]
+        sizes = [len(of) * max(of, default=0) if layout == "padded" else sum(of) for of in taken]
         fit = all(size <= budget or len(rows) == 1 for size, rows in zip(sizes, alike, strict=True))
         found.append(alike if fit else bins + [[] for _ in range(count - len(bins))])
     return found
-
-
-def _size(costs: Sequence[int], layout: Layout) -> int:
-    return sum(costs) if layout != "padded" else len(costs) * max(costs, default=0)
 
 
 def partition(cost_G: Int64s, parts: int) -> Int64s:

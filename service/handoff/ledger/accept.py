@@ -96,8 +96,7 @@ def new_content(
             late.append(of)
             continue
         current.append((items, group))
-        trajectory, held = group.trajectories[of.sample], store.of(of.group_id)
-        received = _Received(of, items, ends, trajectory, message, columns, held)
+        received = _Received(of, items, ends, group.trajectories[of.sample], message, columns, store.of(of.group_id))
         addition = _addition(received)
         if isinstance(addition, Refusal):
             return addition
@@ -140,10 +139,10 @@ def _group(ledger: Ledger, message: StepGroup, of: TrajectoryId, uids: set[str])
 
 
 def _addition(received: _Received) -> Addition | Refusal | None:
-    end = _new_end(received)
-    items = _new_steps(received)
-    if isinstance(end, Refusal) or isinstance(items, Refusal):
-        return end if isinstance(end, Refusal) else items  # type: ignore[return-value]
+    if isinstance(end := _new_end(received), Refusal):
+        return end
+    if isinstance(items := _new_steps(received), Refusal):
+        return items
     if end is None and not items:
         return None
     columns, known = received.columns, received.trajectory

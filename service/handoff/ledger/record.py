@@ -21,7 +21,7 @@ from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.scores import CompleteGroup, rewarded, with_scores
+from service.handoff.ledger.scores import CompleteGroup, with_scores
 from service.handoff.ledger.state import State
 from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.steps.values import Limits, Routing
@@ -98,8 +98,7 @@ class Store:
 
     def whole(self, group_id: int) -> tuple[Steps, Ends, tuple[events.Scored, ...]]:
         """All steps, end records and scores of a complete group, with what the scorers changed."""
-        scores = self.scores(group_id)
-        return rewarded(*with_scores(*self.unscored(group_id), scores), scores)
+        return with_scores(*self.unscored(group_id), self.scores(group_id))
 
     def scores(self, group_id: int) -> tuple[events.Scored, ...]:
         """The scorers' answers about a group so far, sorted by name of the scorer."""

@@ -9,7 +9,6 @@ trajectory to which a scorer gave NaN is left out of its group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import NamedTuple
@@ -38,8 +37,9 @@ class CompleteGroup(NamedTuple):
     """The scorers' answers, whose rewards and log-probabilities are already in `steps` and `ends`."""
 
 
-def with_scores(steps: Steps, ends: Ends, scores: Sequence[Scored]) -> tuple[Steps, Ends]:
-    """The steps and end records (sorted by sample) of a group, changed by its scorers' answers."""
+def with_scores(steps: Steps, ends: Ends, scores: tuple[Scored, ...]) -> tuple[Steps, Ends, tuple[Scored, ...]]:
+    """The steps, end records (sorted by sample) and scores of a group, changed by the scores; without the trajectories
+    to which a scorer gave no reward (NaN)."""
     rewards = [score.rewards for score in scores if score.rewards is not None]
     if rewards:
         added_E = np.array(rewards, np.float64).sum(axis=0)
@@ -49,7 +49,19 @@ def with_scores(steps: Steps, ends: Ends, scores: Sequence[Scored]) -> tuple[Ste
             logprobs_N = np.full(len(steps.token_ids_N), np.nan, np.float32)
             logprobs_N[sampled_tokens(steps)] = np.frombuffer(score.teacher, LOGPROBS)
             steps = replace(steps, teacher_logprobs_N=logprobs_N)
-    return steps, ends
+    has_reward_E = ~np.isnan(ends.reward_E)
+    if has_reward_E.all():
+        return steps, ends, scores
+    kept_K = np.flatnonzero(has_reward_E[end_of_items(steps, ends)])
+    cut = tuple(
+        msgspec.structs.replace(
+            score,
+            rewards=score.rewards and tuple(compress(score.rewards, has_reward_E)),
+            info=tuple(compress(score.info, has_reward_E)),
+        )
+        for score in scores
+    )
+    return select(steps, kept_K), select(ends, np.flatnonzero(has_reward_E)), cut
 
 
 def _with_rewards(steps: Steps, ends: Ends, added_E: Float64s, replaces: bool) -> tuple[Steps, Ends]:
@@ -66,23 +78,6 @@ def _with_rewards(steps: Steps, ends: Ends, added_E: Float64s, replaces: bool) -
         later_reward_S[place_k[own_K[k]]] = 0
     reward_E = added_E if replaces else ends.reward_E + added_E
     return replace(steps, reward_K=reward_K), replace(ends, reward_E=reward_E, later_reward_S=later_reward_S)
-
-
-def rewarded(steps: Steps, ends: Ends, scores: tuple[Scored, ...]) -> tuple[Steps, Ends, tuple[Scored, ...]]:
-    """The steps, end records and scores of a group, without the trajectories to which a scorer gave no reward (NaN)."""
-    has_reward_E = ~np.isnan(ends.reward_E)
-    if has_reward_E.all():
-        return steps, ends, scores
-    kept_K = np.flatnonzero(has_reward_E[end_of_items(steps, ends)])
-    cut = tuple(
-        msgspec.structs.replace(
-            score,
-            rewards=score.rewards and tuple(compress(score.rewards, has_reward_E)),
-            info=tuple(compress(score.info, has_reward_E)),
-        )
-        for score in scores
-    )
-    return select(steps, kept_K), select(ends, np.flatnonzero(has_reward_E)), cut
 
 
 def sampled_tokens(steps: Steps) -> Int64s:

@@ -43,9 +43,6 @@ from service.types import (
     Uint8s,
 )
 
-NO_EXTENSION = Extension(-1, 0, 0)
-"""The reference of a step that carries its whole prompt."""
-
 TURN_BOUNDS = (1, 2, 3, 4, 8, 16, 32)
 TURNS = ("1", "2", "3", "4", "5_8", "9_16", "17_32", "33_up")
 """Ranges of turn numbers, counted from 1. There are few ranges, so that each can be a label of a metric."""
@@ -300,7 +297,7 @@ def _item_columns(table: type, items: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _item_values(step: Step) -> dict[str, Any]:
     """The values of a step's item columns, by their names without axis."""
-    extends, length, digest = step.extends or NO_EXTENSION
+    extends, length, digest = step.extends or (-1, 0, 0)
     return step.trajectory._asdict() | {
         "index": step.index, "uid": step.prompt_uid, "stop_reason": step.stop_reason, "note": step.note,
         "temperature": step.temperature, "reward": step.reward, "has_logprobs": step.logprobs is not None,

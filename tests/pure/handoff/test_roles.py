@@ -119,7 +119,7 @@ def test_roles_and_rewards_that_cannot_be_are_refused(
 def test_a_scorer_that_replaces_rewards_replaces_those_of_main_alone() -> None:
     group = group_of(GROUP)
     said = Scored(0, "judge", rewards=(0.25, 0.5, 0.75), replaces=True)
-    steps, ends = with_scores(group.steps, group.ends, [said])
+    steps, ends, _ = with_scores(group.steps, group.ends, (said,))
     played = Episodes.of(steps, ends)
     assert returns(played, "sum").tolist() == returns(played, "last").tolist() == [0.25, 0.5, 0.75]
     settings = BatchSettings(1, 256, Rule("rloo", "sum", named=NAMED), train=TRAIN)
