@@ -15,11 +15,10 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from baton.examples.lookup import RELATION, Lookup, demonstrations, puzzle, vocabulary
-from baton.examples.lookup import rows as lookup_rows
 from benchmarks.peer.baton_side import trained
+from benchmarks.peer.slow_lookup import rows
 from service.rollout.environment import Message, StepResult, Task
 
 __all__ = ["RewardedLookup", "demonstrations", "rows", "vocabulary"]
@@ -52,11 +51,6 @@ class RewardedLookup(Lookup):
             return result._replace(info={"solved": result.reward})
         self._useful.remove(action)
         return result._replace(reward=self._look_up_reward)
-
-
-def rows(n: int, seed: int) -> list[dict[str, Any]]:
-    """`n` dataset rows of the configured environment."""
-    return [{**row, "env_class": ""} for row in lookup_rows(n, seed)]
 
 
 def steps_to_goal(*settings: str) -> int:
