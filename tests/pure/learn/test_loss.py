@@ -121,6 +121,20 @@ def test_a_loss_is_the_published_one(name: str, reduction: str) -> None:
     assert loss == pytest.approx(reduce(term, mask, reduction, batch.prompt_of_trajectory_G), rel=1e-9)
 
 
+def test_tokens_outside_a_band_leave_the_loss_and_the_others_have_their_weights() -> None:
+    rows = made_rows(6, seed=30)
+    batch = mini_batch([[rows]], trajectories=6)
+    fix = {"truncate": "token", "truncate_at": 1.1, "token_band": (0.7, 1.6)}
+    loss, _, sums = ours(rows, batch, {"loss": "importance_sampling", "correction": fix})
+
+    mask, rollout = padded([row.loss_mask for row in rows]), padded([row.logprobs for row in rows])
+    ratio = np.exp(padded(own_logprobs(rows)) - rollout)
+    kept = (ratio >= 0.7) & (ratio <= 1.6)
+    term = np.where(kept, -np.minimum(ratio, 1.1) * ratio * batch.advantage_G[:, None], 0)
+    assert loss == pytest.approx(reduce(term, mask, "token_mean", batch.prompt_of_trajectory_G), rel=1e-9)
+    assert sums["masked"] == (mask * ~kept).sum() > 0 and sums["truncated"] == (mask * (ratio > 1.1)).sum() > 0
+
+
 @pytest.mark.parametrize("mode", ["advantage", "kl"])
 def test_a_teacher_adds_its_term_where_it_knows_the_token_and_its_metrics(mode: str) -> None:
     rows = made_rows(6, seed=30)
@@ -216,6 +230,16 @@ def test_a_ratio_far_out_stays_finite() -> None:
     inputs = LossInputs(torch.tensor([-1.0, -1e30]), torch.tensor([-1e30, -1.0]), torch.tensor([1.0, -1.0]), None)
     for name in ("ppo_clip", "dual_clip", "cispo", "rollout_is", "importance_sampling"):
         assert torch.isfinite(loss_named(name).function(inputs, AlgorithmConfig()).loss_M).all(), name
+    for estimator in ("k1", "k2", "k3"):
+        assert torch.isfinite(kl_term(estimator, inputs.logprob_M, inputs.anchor_M)).all(), estimator
+
+
+def test_a_token_at_the_second_bound_of_dual_clip_counts_as_clipped() -> None:
+    ratio_M = torch.tensor([5.0, 2.0, 5.0])
+    inputs = LossInputs(ratio_M.log(), torch.zeros(3), torch.tensor([-1.0, -1.0, 1.0]), None)
+    terms = loss_named("dual_clip").function(inputs, AlgorithmConfig())
+    assert terms.loss_M.tolist() == pytest.approx([3.0, 2.0, -1.28])
+    assert terms.clipped_M.tolist() == [True, False, True]
 
 
 def test_a_loss_of_ones_own_trains(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +330,7 @@ def test_sequence_ratios_are_products_over_all_rows_of_a_trajectory() -> None:
         ({"geometric_band": (0.5, 1.1)}, [False, False, False, True, True, False]),
         ({"geometric_band": (0.5, 1.2)}, [True, True, True, True, True, False]),
         ({"outlier_band": (0.2, 2.0)}, [False, False, False, True, True, False]),
+        ({"outlier_band": (0.6, 4.0)}, [False, False, False, True, True, False]),
         ({"outlier_band": (0.05, 4.0)}, [True] * 6),
         ({"token_band": (0.5, 2.0), "outlier_band": (0.2, 4.0)}, [True, True, False, True, True, False]),
     ],
