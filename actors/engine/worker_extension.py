@@ -97,8 +97,8 @@ def repack_for_cpu(model: torch.nn.Module) -> None:
 
 
 def abandon_reload(model: torch.nn.Module) -> None:
-    """Put the tensors of the layers that a failed update did not finish back, because vLLM would count what these
-    layers were given of it as given by the next update."""
+    """Restore the tensors of each layer that a failed update left unfinished. Otherwise vLLM would count the values
+    that such a layer got from the failed update as values of the next one."""
     for layer in model.modules():
         if (info := get_layerwise_info(layer)).kernel_tensors is not None:
             _place_kernel_tensors(layer, info)

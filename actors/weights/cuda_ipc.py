@@ -48,8 +48,8 @@ def rebuild_arguments(handle: Handle, spec: TensorSpec) -> tuple[Any, ...]:
 
 
 def encode_handles(weights: Mapping[str, Tensor], device: torch.device) -> bytes:
-    """Encode handles of these tensors for the engine on this GPU. The engine must open each handle exactly once,
-    because each call of this function counts one more reader of the memory, until the engine closes the handle."""
+    """Encode handles of these tensors for the engine on this GPU. Each call counts one more reader of the memory,
+    until the engine closes the handle; a handle that nobody opens, or that is opened twice, leaves a wrong count."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     # The engine's process does not wait for kernels that this process has queued.

@@ -176,7 +176,11 @@ class WeightFile:
 
 def file_of(info: Mapping[str, Any], kept: dict[str, OpenMemory]) -> WeightFile:
     """Open a weights file that another process has open; `info` comes from `WeightFile.info` of that process. `kept`:
-    see `WeightFile`; memory that the file does not use is closed. Raises the errors of `WeightFile`."""
+    open memory by rank, as in `WeightFile`; what belongs to ranks that the file does not name is closed.
+
+    Raises:
+        what `WeightFile` raises.
+    """
     sources = [Source(WeightPart.of_spans(spans), *where) for spans, *where in info["sources"]]
     numbers = {source.path.partition("#")[2] for source in sources}
     for number in kept.keys() - numbers:  # of ranks that have ended

@@ -148,7 +148,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -> Shape:
-    """Convert a request to the struct `shape`, its schema; `where`: the request's path in the body.
+    """Convert a request to the struct class `shape`, which is the schema; `where`: the request's path in the body.
 
     Raises:
         Refused: the request does not follow the schema, or a field in `REFUSED` has a value that would have an effect.
@@ -212,7 +212,7 @@ def _forms_of(body: Mapping[str, Any], request: CommonFields) -> tuple[str, ...]
 
 
 def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:
-    """Convert a value to the struct `shape`, its schema; `where`: the value's path in the body.
+    """Convert a value to the struct class `shape`, which is the schema; `where`: the value's path in the body.
 
     Raises:
         Refused: the value does not follow the schema.

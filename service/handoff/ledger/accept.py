@@ -78,7 +78,8 @@ class _Received(NamedTuple):
 def new_content(
     ledger: Ledger, store: Store, message: StepGroup, max_trajectory_bytes: int | None = None
 ) -> NewContent | Refusal:
-    """The new content of a message, or its refusal, also beyond `max_trajectory_bytes` (None on a replay)."""
+    """The new content of a message, or why it is refused. A trajectory beyond `max_trajectory_bytes` is refused; None,
+    for a replay of the journal, sets no bound."""
     experts_N = message.steps.routed_experts_N
     if experts_N is not None and len(message.steps) and ledger.state.routing not in (None, experts_N.shape[1:]):
         path = f"routed_experts_N: {experts_N.shape[1:]}, not {ledger.state.routing}"
