@@ -292,19 +292,16 @@ def lengths_of(offsets_X: Int64s) -> Int64s:
     return offsets_X[1:] - offsets_X[:-1]
 
 
-def trajectories(group_id_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tuple[Int64s, Int64s]:
-    """Number trajectories by first appearance; returns (each item's trajectory number, each trajectory's first item).
+def trajectories(group_id_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> Int64s:
+    """[X] the number of each item's trajectory; trajectories are numbered as they appear.
 
-    >>> number_K, first_G = trajectories(np.array([7, 3, 7]), np.array([0, 0, 0]), np.array([0, 0, 0]))
-    >>> number_K.tolist(), first_G.tolist()
-    ([0, 1, 0], [0, 1])
+    >>> trajectories(np.array([7, 3, 7]), np.array([0, 0, 0]), np.array([0, 0, 0])).tolist()
+    [0, 1, 0]
     """
     columns = (group_id_X, sample_X, attempt_X)
     new = changes(*columns)
-    head_H = new.nonzero()[0]
-    _, number_H = codes_of(zip(*(column[head_H].tolist() for column in columns), strict=True))
-    first_G = head_H[np.unique(number_H, return_index=True)[1]]
-    return number_H.astype(np.int64)[np.cumsum(new) - 1], first_G
+    _, number_H = codes_of(zip(*(column[new].tolist() for column in columns), strict=True))
+    return np.asarray(number_H[np.cumsum(new) - 1], np.int64)
 
 
 def changes(*columns: NDArray[Any]) -> Bools:

@@ -308,8 +308,6 @@ class Buffer:
             accepted_tokens=state.accepted,
             tokens={str(fate): count for fate, count in state.fates.items()},
             issued=state.next_group_id,
-            frontier=min(state.groups, default=state.next_group_id),
-            next_slot=ledger.next_slot,
             lookahead=self._settings.lookahead,
             lengths=state.lengths.export(),
             length_distance=distance(state.lengths.generated, state.lengths.trained),

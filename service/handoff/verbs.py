@@ -143,9 +143,6 @@ class BufferStatus:
     tokens: dict[str, int]
     issued: int
     """Number of groups issued so far; also the next group_id."""
-    frontier: int
-    """The smallest group_id that may still change: all groups before it have ended, or are trained for good."""
-    next_slot: int
     lookahead: int
     lengths: dict[str, list[int]]
     length_distance: float

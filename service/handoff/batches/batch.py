@@ -168,8 +168,6 @@ def without_untrained(
     steps, names = played.steps, (*ROLES, *named_roles)
     untrained_K = ~np.isin(played.role_K, [code for code, role in enumerate(names) if role in train])
     counts = [Counter[Fate]() for _ in range(int(prompt_G.max(initial=-1)) + 1)]
-    if not untrained_K.any():
-        return steps, tuple(map(dict, counts))
     for k in np.flatnonzero(untrained_K).tolist():
         # Among the named roles, only a judge has tokens that the policy sampled but is not trained on.
         fate = Fate(ROLES[played.role_K[k]]) if played.role_K[k] < len(ROLES) else Fate.JUDGE
@@ -200,8 +198,7 @@ def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, 
     staleness_N, mask_N = history.staleness(rows.versions_N, history.current), rows.loss_mask_N
     loss_before_G = _per_trajectory(rows, trajectory_R, count)
     finite_N = np.isfinite(rows.logprobs_N)
-    if not finite_N.all():
-        np.logical_and(mask_N, finite_N, out=mask_N)
+    np.logical_and(mask_N, finite_N, out=mask_N)
     loss_G = _per_trajectory(rows, trajectory_R, count)
     stale_G = np.zeros(count, np.int64)
     if max_staleness is not None and staleness_N.max(initial=0) > max_staleness:

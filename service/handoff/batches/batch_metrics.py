@@ -56,16 +56,9 @@ def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
     """Metrics of turns: lengths of responses, truncated fractions, and means over the `count` trajectories."""
     responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
     length_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
-    lengths: dict[str, float] = {}
-    if len(steps):
-        lengths = {
-            "generate/avg_response_length": float(length_K.mean()),
-            "generate/std_response_length": float(length_K.std()),
-            "generate/min_response_length": float(length_K.min()),
-            "generate/max_response_length": float(length_K.max()),
-        }
+    measures: dict[str, Any] = {"avg": np.mean, "std": np.std, "min": np.min, "max": np.max} if len(steps) else {}
     return {
-        **lengths,
+        **{f"generate/{name}_response_length": float(measure(length_K)) for name, measure in measures.items()},
         "generate/avg_num_tokens": responses / max(count, 1),
         "generate/avg_assistant_tokens": int(np.count_nonzero(steps.loss_mask_N)) / max(count, 1),
         "generate/avg_num_turns": len(steps) / max(count, 1),

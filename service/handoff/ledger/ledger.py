@@ -131,9 +131,9 @@ class Ledger:
     def played_by(self, generator: str) -> dict[int, list[int]]:
         """The unfinished trajectories that a generator plays: by group_id, their numbers in the group (samples)."""
         groups, samples = self.state.groups, dict[int, list[int]]()
-        played = [(o, sample) for o, sample in self.since if groups[o].trajectories[sample].generator == generator]
-        for group_id, sample in sorted(played):
-            samples.setdefault(group_id, []).append(sample)
+        for group_id, sample in sorted(self.since):
+            if groups[group_id].trajectories[sample].generator == generator:
+                samples.setdefault(group_id, []).append(sample)
         return samples
 
     def renew(self, sample: Sample, now: float) -> None:

@@ -117,21 +117,22 @@ def trajectory_ids(table: Steps | Ends | Rows) -> list[TrajectoryId]:
 
 def end_of_items(steps: Steps, ends: Ends) -> Int64s:
     """[K] the trajectory of each step, as the position of its end record; raises a ValueError if it has none or two."""
-    number_X, first_X = trajectories(
+    n_ends = len(ends)
+    number_X = trajectories(
         np.concatenate((ends.group_id_E, steps.group_id_K)),
         np.concatenate((ends.sample_E, steps.sample_K)),
         np.concatenate((ends.attempt_E, steps.attempt_K)),
     )
-    if len(first_X) != len(ends):
+    if (number_X[:n_ends] != np.arange(n_ends)).any() or number_X.max(initial=-1) >= n_ends:
         raise ValueError("a trajectory of steps has no end, or it ends twice")
-    return number_X[len(ends) :]
+    return number_X[n_ends:]
 
 
 def in_order(steps: Steps, number_K: Int64s | None = None) -> tuple[Steps, Int64s]:
     """The steps, sorted by the numbers of their trajectories, then by index; and [K] these numbers, by default in the
     order in which the trajectories appear. Raises a ValueError if a step came twice."""
     if number_K is None:
-        number_K, _ = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
+        number_K = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
     order = np.lexsort((steps.index_K, number_K))
     if (order[1:] < order[:-1]).any():
         steps, number_K = select(steps, order), number_K[order]

@@ -95,7 +95,7 @@ def test_filtered_groups_vacate_their_slots(tmp_path: Path) -> None:
     for _ in range(20):
         world.play(1, rewards=(1.0, 1.0))
     status = world.buffer.status()
-    assert status.groups["filtered"] == 20 and status.next_slot == 0
+    assert status.groups["filtered"] == 20 and world.buffer.ledger.next_slot == 0
     assert status.tokens["filtered"] == status.accepted_tokens == 20 * 2 * 2 * 2
     assert consistent(world)
 

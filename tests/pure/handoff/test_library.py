@@ -72,6 +72,7 @@ def test_a_trajectory_of_two_prompts_or_with_a_gap_is_not_merged(
         ([step(0, [1], [2])], [], "a trajectory of steps has no end"),
         ([step(0, [1], [2])], [end(steps=2)], "ended after 2 steps, but 1 are there"),
         ([step(0, [1], [2])], [end(), end()], "it ends twice"),
+        ([step(0, [1], [2])], [end(TrajectoryId(0, 1), 0), end(TrajectoryId(0, 1))], "has no end"),
         ([step(0, [1], [2])], [end(uid="b")], "group=0 is of the prompts 'a' and 'b'"),
         ([step(1, [1], [2])], None, "step=1 is there, but step 0 before it is not"),
     ],
