@@ -6,8 +6,6 @@ import warnings
 
 import torch
 
-from service.errors import UserError
-
 
 def unusable_cuda() -> str | None:
     """Return why PyTorch cannot use this machine's GPUs (built without CUDA, driver too old, or CUDA finds no
@@ -21,16 +19,3 @@ def unusable_cuda() -> str | None:
     # PyTorch only warns of a driver that is too old for its CUDA, and continues without it.
     first = str(said[0].message).splitlines()[0] if said else "CUDA found no device"
     return f"{first} (PyTorch's CUDA is {torch.version.cuda})"
-
-
-def refuse_unusable_cuda(gpus: int) -> None:
-    """Check that PyTorch can use the GPUs that Ray has found on this machine.
-
-    Raises:
-        UserError: PyTorch cannot use these GPUs.
-    """
-    if (why := unusable_cuda()) is not None:
-        raise UserError(
-            f"this machine has {gpus} NVIDIA GPUs, but PyTorch cannot use them: {why}; to train on the CPU, set "
-            "CUDA_VISIBLE_DEVICES= in the environment"
-        )

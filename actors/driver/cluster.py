@@ -16,7 +16,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.buffer.actor import BufferActor
 from actors.calls import call, started
-from actors.cuda import refuse_unusable_cuda
 from actors.deaths import WATCHING
 from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import (
@@ -25,9 +24,7 @@ from actors.driver.placement import (
     engine_index,
     engine_options,
     gpus_each,
-    nodes,
     rank_options,
-    refuse_foreign_labels,
     refuse_too_few_gpus,
     reserve,
     run_bundles,
@@ -151,13 +148,8 @@ def _refuse_unfit_nodes(config: Config, has_gpu: bool) -> None:
     for name, scorer in config.scorers.items():
         if has_gpu and scorer.model is not None and not scorer.gpus:
             raise UserError(f"scorers.{name}.gpus: without a GPU of its own the engine would use a rank's; give it 1")
-    if "RAY_ADDRESS" in os.environ:
-        return
-    refuse_foreign_labels(config, nodes())
-    if has_gpu:
-        on_this_machine = int(ray.cluster_resources()["GPU"])
-        refuse_unusable_cuda(on_this_machine)
-        refuse_too_few_gpus(config, on_this_machine)
+    if has_gpu and not os.environ.get("RAY_ADDRESS"):
+        refuse_too_few_gpus(config, int(ray.cluster_resources()["GPU"]))
 
 
 def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | None) -> TrainerGroup:

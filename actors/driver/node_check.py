@@ -116,7 +116,8 @@ def look(files: RunFiles, on_gpu: bool) -> Node:
         from actors.cuda import unusable_cuda  # imports torch, which takes seconds
 
         if (why := unusable_cuda()) is not None:
-            return Node(where, f"has GPUs, but PyTorch cannot use them: {why}")
+            cpu = "to use the CPU, set CUDA_VISIBLE_DEVICES= in the environment"
+            return Node(where, f"has GPUs, but PyTorch cannot use them: {why}; {cpu}")
     if (lacks := files.problem()) is not None:
         same = "ranks or engines run there: every node needs the same files at the same paths"
         return Node(where, f"{lacks}; {same}")

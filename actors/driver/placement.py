@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -104,9 +105,19 @@ def run_bundles(config: Config, gpus: int) -> list[Bundle]:
 
 
 async def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str], None]) -> PlacementGroup:
-    """Create a placement group with these bundles, on as few nodes as possible, when the cluster has room for it;
-    `RunFailed` if it has none for `within` seconds. A stop signal ends the wait, because no call into Ray takes longer
-    than `QUIET_SECONDS`."""
+    """Create a placement group with these bundles, on as few nodes as possible, when the cluster has room for it. A
+    stop signal ends the wait, because no call into Ray takes longer than `QUIET_SECONDS`.
+
+    Raises:
+        UserError: this machine never has room, and no other node joins it.
+        RunFailed: the cluster had no room for `within` seconds.
+    """
+    if not os.environ.get("RAY_ADDRESS") and not can_fit(bundles, nodes()):
+        raise UserError(
+            f"{missing_room(bundles, nodes())}, and no other node joins a Ray that Baton starts itself: ask for less "
+            "(trainer.ranks, trainer.accelerator, generator.engines, placement), or start Ray with `ray start --head "
+            "--labels ...` and set RAY_ADDRESS"
+        )
     labels = [dict(bundle.labels) for bundle in bundles]
     room = placement_group(
         [dict(bundle.resources) for bundle in bundles], "PACK", bundle_label_selector=labels if any(labels) else None
@@ -132,6 +143,15 @@ def nodes() -> list[Node]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+def can_fit(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> bool:
+    """Return False if these nodes could not hold the bundles even if nothing else ran there."""
+    for name in {name for bundle in bundles for name in bundle.resources}:
+        needed = sum(bundle.resources.get(name, 0) for bundle in bundles)
+        if needed > sum(node["Resources"].get(name, 0) for node in nodes):
+            return False
+    return all(any(fits(node, bundle.labels) for node in nodes) for bundle in bundles)
+
+
 def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
     """Return a text about the resources that a run needs and the resources of each node; Ray itself reports only that
     there is no room."""
@@ -145,41 +165,31 @@ def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
     return f"the run needs {needs}, each on one node ({'; '.join(has)})"
 
 
-def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:
-    """If the run has started its own Ray, which no other node joins, raise `UserError` for a required label that this
-    machine lacks."""
-    for part in ("trainer", "generators"):
-        labels = getattr(config.placement, part)
-        if not any(fits(node, labels) for node in nodes):
-            raise UserError(
-                f"placement.{part}: this machine is not {_in_words({}, labels)}, and no other joins a Ray that the run "
-                "starts itself; leave it out, or start Ray with `ray start --head --labels ...` and set RAY_ADDRESS"
-            )
-
-
 def refuse_too_few_gpus(config: Config, gpus: int) -> None:
     """Raises `UserError` if ranks, engines and scorers need more GPUs than this machine has; the message names settings
-    that fit."""
-    generator, ranks = config.generator, config.trainer.ranks
-    each = generator.engine_gpus
-    engines = 0 if config.weights.transport == "ipc" else generator.min_engines
+    that fit, if there are any."""
+    generator, trainer, shares = config.generator, config.trainer, config.weights.transport == "ipc"
+    each, together = generator.engine_gpus, trainer.sequence_parallel
+    engines = 0 if shares else generator.min_engines
     others = sum(math.ceil(each.gpus) * each.n_processes for each in config.scorers.values())
-    if (needed := ranks + engines * each + others) <= gpus:
+    if (needed := trainer.ranks + engines * each + others) <= gpus:
         return
-    left = gpus - others if gpus > others else gpus
-    fewer_engines = max(1, left // (2 * each))
-    if left > each:
-        fits = f"trainer.ranks={left - fewer_engines * each} generator.engines={fewer_engines}"
-    else:
+    left = gpus - others
+    fewer_engines = min(max(1, left // (2 * each)), generator.max_engines)
+    ranks = (left - fewer_engines * each) // together * together
+    fits = f"trainer.ranks={ranks} generator.engines={fewer_engines}"
+    if shares or ranks <= 0:
+        ranks = left // together * together
+        stages = " generator.engine_options.pipeline_parallel_size=1" if each > generator.tensor_parallel_size else ""
         fits = (
-            f"trainer.ranks={left} generator.engines={left} generator.tensor_parallel_size=1 weights.transport=ipc "
+            f"trainer.ranks={ranks} generator.engines={min(ranks, generator.max_engines)} "
+            f"generator.tensor_parallel_size=1{stages} weights.transport=ipc "
             f"generator.kv_cache_bytes={generator.kv_cache_bytes or SHARED_KV_CACHE_BYTES} "
             f"generator.gpu_memory_utilization={SHARED_UTILIZATION}"
         )
-    named = f", scorers {others}" if others else ""
     raise UserError(
-        f"{needed} GPUs are needed (trainer.ranks {ranks}, generator.engines {engines} of {each}{named}), this "
-        f"machine has {gpus}; that many are used with: {fits}"
+        f"{needed} GPUs are needed (trainer.ranks {trainer.ranks}, generator.engines {engines} of {each}, scorers "
+        f"{others}), this machine has {gpus}" + (f"; that many are used with: {fits}" if ranks > 0 else "")
     )
 
 

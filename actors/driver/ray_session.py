@@ -137,7 +137,9 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
         ray.init(**settings)
         return
     scorers = sum(each.cpus * each.n_processes for each in config.scorers.values())
-    cpus = max(os.cpu_count() or 1, config.trainer.ranks + config.generator.max_engines + math.ceil(scorers))
+    # with CUDA IPC the bundle of each rank holds an engine
+    engines = config.trainer.ranks if config.weights.transport == "ipc" else config.generator.max_engines
+    cpus = max(os.cpu_count() or 1, config.trainer.ranks + engines + math.ceil(scorers))
     folder = Path(tempfile.gettempdir(), f"baton-{mark}")
     os.environ[SCRATCH] = str(folder)
     start_watchdog(mark, folder)  # before the folder is there: a stop signal in between must not leave it

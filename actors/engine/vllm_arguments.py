@@ -16,7 +16,7 @@ from service.config.rollout import GeneratorConfig
 from service.errors import UserError
 from service.learn.model.hf_config import read_config
 from service.model_folder import EXPERTS, model_config, text_part, weight_files
-from service.plan.kv_cache import BLOCK_TOKENS, request_bytes
+from service.plan.memory import BLOCK_TOKENS, request_bytes
 from service.types import MAX_SUPPORT
 
 OWNER_PID = "BATON_OWNER_PID"
@@ -199,7 +199,7 @@ def _cpu_kv_cache_bytes(settings: EngineSettings, model_folder: Path) -> int:
     usual = max(min(settings.sequences * longest, CPU_KV_CACHE_BYTES), 2 * longest)
     size = settings.generator.kv_cache_bytes or usual
     weights = sum(file.stat().st_size for file in weight_files(model_folder))
-    needed = ENGINE_BYTES + size + weights
+    needed = settings.generator.engine_gpus * (ENGINE_BYTES + size) + weights
     available = psutil.virtual_memory().available
     if needed > available:
         raise UserError(

@@ -109,14 +109,13 @@ class VllmEngine:
             raise Starved(f"the engine did not start within {deadline:.0f} s") from error
 
     async def _start(self, version: PolicyVersion) -> None:
-        os.environ[OWNER_PID] = str(os.getpid())
         self._size = PolicySize.of_folder(self._model_folder, self._config.model.lora)
         self._vocab_size = head_rows(self._model_folder)
         settings = EngineSettings.of(self._config)
         arguments = engine_arguments(settings, self._model_folder)
         with_load = can_overflow(settings, self._model_folder)
         try:
-            llm, self._recorder = await asyncio.to_thread(_build, arguments, with_load)
+            llm, self._recorder = await asyncio.to_thread(build, arguments, with_load)
         except pydantic.ValidationError as error:  # the original error holds objects that cannot be sent to the driver
             why = "; ".join(_told(problem) for problem in error.errors())
             raise UserError(f"generator: vLLM refuses the settings for {self._model_folder}: {why}") from error
@@ -333,13 +332,16 @@ def _checked_experts(model_folder: Path, generation: Generation) -> np.dtype[Any
     return routing.dtype
 
 
-def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRecorder | None]:
+def build(arguments: dict[str, Any], with_load: bool = False) -> tuple[AsyncLLM, LoadRecorder | None]:
+    """Start an engine whose processes end with this one. Returns the engine, and what records its load if that is
+    wanted."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from actors.engine.stats import LoadRecorder
     from actors.engine.text_models import register
 
+    os.environ[OWNER_PID] = str(os.getpid())
     if not on_gpu():
         register()
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[LoadRecorder] if with_load else None)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.engine.vllm_arguments import EngineSettings, engine_arguments
+from actors.engine.vllm_engine import build
 from service.config import Config
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OF_THE_POLICY = ("worker_extension_cls", "weight_transfer_config", "enable_return_routed_experts")
+OF_THE_POLICY = ("weight_transfer_config", "enable_return_routed_experts")
 """Arguments of vLLM that only the policy's engines get, not the engine of a teacher."""
 
 
@@ -40,7 +41,7 @@ class TeacherEngine:
         """Load the model, if it is not loaded yet; returns vLLM's engine."""
         async with self._starting:
             if self._llm is None:
-                self._llm = await asyncio.to_thread(_build, self._arguments)
+                self._llm, _ = await asyncio.to_thread(build, self._arguments)
             return self._llm
 
     async def logprobs(self, token_ids: list[int]) -> Sequence[float | None]:
@@ -72,10 +73,3 @@ def _teacher_settings(config: Config) -> Config:
     update |= {"max_generate_length": config.generator.max_generate_length + 1}
     generator = config.generator.model_copy(update=update)
     return config.model_copy(update={"generator": generator, "model": config.model.model_copy(update={"lora": None})})
-
-
-def _build(arguments: dict[str, Any]) -> AsyncLLM:
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))

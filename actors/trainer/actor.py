@@ -158,8 +158,7 @@ class TrainerRank(Supervised):
         config = self._config if adapter else self._config.without_adapter
         if config.trainer.sharded:
             backend = process_group_backend(self._device, self._config.trainer.cpu_offload)
-            if sum(node["Alive"] for node in ray.nodes()) > 1:
-                choose_interface(ray.util.get_node_ip_address())
+            choose_interface(ray.util.get_node_ip_address(), sum(node["Alive"] for node in ray.nodes()))
             self._store = self._store or self._joined(meeting_point)
             dist.init_process_group(
                 backend,
@@ -199,10 +198,8 @@ class TrainerRank(Supervised):
 
     def supervised(self, rows: Sequence[SupervisedRow], lr: float | None) -> float:
         """Take a supervised step on these rows; returns the cross-entropy per token. If `lr` is None, only measure."""
-        settings = LearnSettings.of(self._config)
         if self._supervised is None:
-            betas, weight_decay = settings.trainer.betas, settings.trainer.weight_decay
-            self._supervised = SupervisedSteps(settings, self.learner.policy, betas, weight_decay)
+            self._supervised = SupervisedSteps(LearnSettings.of(self._config), self.learner.policy)
         with self._busy("forward_backward"):
             return self._supervised.loss(rows) if lr is None else self._supervised.step(rows, lr)
 
@@ -319,11 +316,15 @@ def process_group_backend(device: torch.device, cpu_offload: bool) -> str:
     return "cuda:nccl,cpu:gloo" if cpu_offload else "cuda:nccl"
 
 
-def choose_interface(address: str) -> None:
-    """Let gloo and NCCL use the network interface that has this address, unless the user has chosen one. gloo binds the
-    address of the host's name: on many hosts 127.0.1.1, which no other host reaches. NCCL takes the first interface,
-    which may lead to containers of this host only."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == address for each in addresses):
+def choose_interface(address: str, nodes: int) -> None:
+    """Let gloo and NCCL of several nodes use the network interface that has this address, unless the user has chosen
+    one. gloo binds the address of the host's name: on many hosts 127.0.1.1, which no other host reaches. NCCL takes the
+    first interface, which may lead to containers of this host only. `UserError` if gloo's is not there."""
+    there = psutil.net_if_addrs()
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    if unknown := [name for name in chosen if name and name not in there]:
+        raise UserError(f"GLOO_SOCKET_IFNAME: node {address} has no interface {unknown[0]}, only {', '.join(there)}")
+    for name, addresses in there.items():
+        if nodes > 1 and any(each.address == address for each in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")

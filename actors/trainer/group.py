@@ -13,7 +13,6 @@ import numpy as np
 import ray
 import ray.exceptions
 from numpy.typing import NDArray
-from torch.distributed import DistError
 
 from actors.calls import RESTARTING, answer, call, in_a_line
 from actors.weights.nixl_reads import RemoteMemory
@@ -65,8 +64,8 @@ class TrainerGroup:
             places = await self._start("place")
             self.nodes = [node for node, _ in places]
             await self._start("load", places[0][1], str(model_folder), self.nodes, adapter, self._checkpointing)
-        # a rank may notice sooner than Ray that another one has died
-        except (ray.exceptions.RayActorError, DistError) as error:
+        # a rank may notice sooner than Ray that another one has died; gloo has no errors of its own
+        except (ray.exceptions.RayActorError, RuntimeError) as error:
             raise TrainerLost(f"the trainer failed as it started ({in_a_line(error)})") from error
         except OutOfMemory as error:
             if error.lighter is None:
@@ -203,10 +202,9 @@ def _raises_trainer_lost() -> Iterator[None]:
     """Raise `TrainerLost` in place of Ray's errors, missed deadlines, lack of memory, and a rank that is not set up."""
     try:
         yield
-    except (ray.exceptions.RayError, ProcessLost) as error:
-        raise TrainerLost(f"the trainer failed ({_with_advice(error)})") from error
-    except OutOfMemory as error:
-        raise TrainerLost(f"the trainer failed ({_with_advice(error)})", error.lighter is not None) from error
+    except (ray.exceptions.RayError, ProcessLost, OutOfMemory) as error:
+        is_remedied = isinstance(error, OutOfMemory) and error.lighter is not None
+        raise TrainerLost(f"the trainer failed ({_with_advice(error)})", is_remedied) from error
     except Starved as error:
         raise TrainerLost(f"the trainer is silent ({error})") from error
 

@@ -30,13 +30,6 @@ Handle = dict[str, Any]
 """The data with which another process opens one tensor's memory: bytes as hexadecimal digits, and numbers."""
 
 
-def handle_of(rebuild_arguments: Mapping[str, Any]) -> Handle:
-    """Return the handle of a tensor, from the arguments by name with which torch's `rebuild_cuda_tensor` opens the
-    tensor in another process."""
-    fields = {name: value for name, value in rebuild_arguments.items() if isinstance(value, bytes | int)}
-    return {name: value.hex() if isinstance(value, bytes) else value for name, value in fields.items()}
-
-
 def rebuild_arguments(handle: Handle, spec: TensorSpec) -> tuple[Any, ...]:
     """Return the arguments, in order, with which torch's `rebuild_cuda_tensor` opens the tensor of a handle in this
     process, as a contiguous tensor on the process's first GPU."""
@@ -54,8 +47,10 @@ def encode_handles(weights: Mapping[str, Tensor], device: torch.device) -> bytes
 
     # The engine's process does not wait for kernels that this process has queued.
     torch.cuda.synchronize(device)
-    names = list(inspect.signature(rebuild_cuda_tensor).parameters)
-    reduced = (reduce_tensor(tensor)[1] for tensor in weights.values())  # type: ignore[no-untyped-call]
-    handles = [handle_of(dict(zip(names, arguments, strict=True))) for arguments in reduced]
+    names, handles = list(inspect.signature(rebuild_cuda_tensor).parameters), list[Handle]()
+    for tensor in weights.values():
+        arguments = zip(names, reduce_tensor(tensor)[1], strict=True)  # type: ignore[no-untyped-call]
+        fields = {name: value for name, value in arguments if isinstance(value, bytes | int)}
+        handles.append({name: value.hex() if isinstance(value, bytes) else value for name, value in fields.items()})
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     return encode_announcement(weights, gpu=gpu, handles=handles)

@@ -25,8 +25,6 @@ class ImageHolder:
         self._memory = WeightMemory(0)
         self._version = NO_VERSION
         """The version that the image has, or gets."""
-        self._missing = 0
-        """Number of bytes that were not written yet."""
         self._written: set[tuple[tuple[int, int], ...]] = set()
         """The spans of the buckets that were written."""
         self._lock = Lock()
@@ -89,7 +87,7 @@ class ImageHolder:
                 self._memory = WeightMemory(n_bytes)
             elif version == self._version:
                 return self._memory
-            self._version, self._missing, self._written = version, n_bytes, set()
+            self._version, self._written = version, set()
             self._memory.mark(NO_VERSION)
             return self._memory
 
@@ -110,7 +108,6 @@ class ImageHolder:
             for at, n_bytes in bucket.spans:
                 image[at : at + n_bytes] = octets[:n_bytes]
                 octets = octets[n_bytes:]
-                self._missing -= n_bytes
             self._written.add(bucket.spans)
-            if not self._missing:
+            if sum(n_bytes for spans in self._written for _, n_bytes in spans) == self._memory.n_bytes:
                 self._memory.mark(version)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from service.config import LoraConfig
 from service.learn.model.adapter_folder import peft_names
-from service.learn.model.hf_checkpoint import stored_names
+from service.learn.model.hf_checkpoint import HEAD, stored_names
 from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import trained_shapes
 
@@ -43,10 +43,6 @@ ADAPTER_ID = 1
 
 AdapterShapes = dict[str, tuple[int, ...]]
 """The shape of each tensor of an adapter, by the tensor's name."""
-
-TIED_HEAD = "lm_head.weight"
-"""Name of the output head. If the head is tied to the embedding, some model folders store the head and others do
-not."""
 
 
 def checksum_of(data: WeightBytes) -> int:
@@ -102,8 +98,8 @@ class PolicySize(NamedTuple):
 
     def count(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
         """Return the number of elements in tensors with these names and shapes; an output head that is tied to the
-        embedding is not counted."""
-        return sum(math.prod(shape) for name, shape in shapes if not (self.tied and name == TIED_HEAD))
+        embedding is not counted, because only some model folders store it."""
+        return sum(math.prod(shape) for name, shape in shapes if not (self.tied and name == HEAD))
 
     def check(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> None:
         """Check that the tensors of an update are the whole policy, because vLLM would silently keep the old values of

@@ -104,8 +104,7 @@ def _estimates(config: Config) -> list[str]:
         return []
     from service.learn.model.hf_config import read_config
     from service.learn.model.router_replay import routing_of_model
-    from service.plan.kv_cache import check_engine
-    from service.plan.memory import GPUS, FitSettings, fit, known_gpu, refuse_too_large
+    from service.plan.memory import GPUS, FitSettings, check_engine, fit, known_gpu, refuse_too_large
     from service.run.checkpoints import disk_notes
     from service.run.folder import runs_folder
 

@@ -84,8 +84,6 @@ class Layout(NamedTuple):
         """
         offsets_R = micro.offsets_R.astype(np.int64)
         if kind == "padded":
-            if part.of > 1:
-                raise ValueError("the lines of the layout padded cannot be cut into slices")
             return _padded(offsets_R, device)
         # other GPU kernels would compute each row separately
         if kind in ("shared_prefix", "auto") and (variable_length or device.type == "cpu"):

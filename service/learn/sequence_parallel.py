@@ -21,10 +21,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import PretrainedConfig
-
-from service.errors import UserError
-from service.model_folder import undivided
 
 
 class Slice(NamedTuple):
@@ -37,22 +33,11 @@ class Slice(NamedTuple):
     """The process group of the ranks; None for a rank that computes whole micro-batches."""
 
     @staticmethod
-    def of_rank(
-        rank: int, world_size: int, ranks_of_group: int, config: PretrainedConfig, device: torch.device
-    ) -> Slice:
-        """The slice of each micro-batch that a rank computes; every rank must call this.
-
-        Raises:
-            UserError: the ranks do not divide into groups, or a group cannot divide the model's heads among its ranks.
-        """
+    def of_rank(rank: int, world_size: int, ranks_of_group: int, device: torch.device) -> Slice:
+        """The slice of each micro-batch that a rank computes; every rank must call this. The ranks divide into groups,
+        and a group divides the model's heads."""
         if ranks_of_group == 1:
             return WHOLE
-        if world_size % ranks_of_group:
-            raise UserError(
-                f"trainer.sequence_parallel: {world_size} ranks do not divide into groups of {ranks_of_group}"
-            )
-        if why := undivided(config.to_dict(), ranks_of_group):
-            raise UserError(f"trainer.sequence_parallel: {why}")
         shape = world_size // ranks_of_group, ranks_of_group
         group = init_device_mesh(device.type, shape, mesh_dim_names=("batch", "sequence")).get_group("sequence")
         return Slice(rank % ranks_of_group, ranks_of_group, group)

@@ -20,7 +20,6 @@ from service.learn.model.policy import Policy
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch, SupervisedRow
 
-BETAS = (0.9, 0.999)
 WARM_UP_FRACTION = 0.1
 """Fraction of the supervised steps over which the learning rate rises."""
 
@@ -28,12 +27,9 @@ WARM_UP_FRACTION = 0.1
 class SupervisedSteps:
     """Supervised optimizer steps on one rank; every rank must call the same methods."""
 
-    def __init__(
-        self, settings: LearnSettings, policy: Policy, betas: tuple[float, float] = BETAS, weight_decay: float = 0.0
-    ) -> None:
-        self._settings = settings
-        self._policy = policy
-        self._optimizer = Optimizer(policy.master_weights, betas, weight_decay)
+    def __init__(self, settings: LearnSettings, policy: Policy) -> None:
+        self._settings, self._policy = settings, policy
+        self._optimizer = Optimizer(policy.master_weights, settings.trainer.betas, settings.trainer.weight_decay)
 
     def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
         """Take all steps that `model.warm_start` asks for, on randomly chosen demonstrations; returns the loss of the

@@ -66,8 +66,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase("loading PyTorch", _say):
         from service.learn.model.hf_config import read_config
         from service.learn.model.router_replay import routing_of_model
-        from service.plan.kv_cache import check_engine
-        from service.plan.memory import GPUS, FitSettings
+        from service.plan.memory import GPUS, FitSettings, check_engine
         from service.plan.splits import SplitTable, Work
 
     if arguments.gpu not in GPUS:

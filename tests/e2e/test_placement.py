@@ -14,7 +14,7 @@ from service.config import load_config
 pytestmark = pytest.mark.slow
 
 GPUS = """
-import asyncio, tempfile
+import asyncio, os, tempfile
 import ray
 from actors.driver.placement import engine_index, engine_options, rank_options, reserve, run_bundles
 from service.config import load_config
@@ -41,6 +41,7 @@ with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as f
             ray.kill(actor)
         ray.util.remove_placement_group(room)
     try:
+        os.environ["RAY_ADDRESS"] = "a cluster may still grow"
         asyncio.run(reserve(run_bundles(config("trainer.ranks=2", "trainer.accelerator=H100"), gpus=0), 3, print))
     except BatonError as error:
         print("SAID", error)

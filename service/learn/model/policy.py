@@ -84,7 +84,7 @@ class Policy:
         self.shard = copies[self.copy].index(rank)
         """Index of this rank's shard in its copy."""
         self._hf_config = hf_config = read_config(folder)
-        self.slice = Slice.of_rank(rank, world_size, trainer.sequence_parallel, hf_config, device)
+        self.slice = Slice.of_rank(rank, world_size, trainer.sequence_parallel, device)
         self.batch_part, self.n_batch_parts = rank // self.slice.of, world_size // self.slice.of
         """Index of the part of each mini-batch that this rank's group trains, and number of parts."""
         self._device_settings = DeviceSettings(

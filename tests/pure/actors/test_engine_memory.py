@@ -2,8 +2,10 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from transformers import AutoConfig
 
@@ -27,9 +29,18 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments_module, "on_gpu", lambda: True)
 
 
-def test_a_cache_beyond_the_free_memory_names_the_settings_that_make_it_smaller(made_model: Path) -> None:
+def test_a_cache_beyond_the_free_memory_names_the_settings_that_make_it_smaller(
+    made_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker of an engine has a cache of this size."""
     with pytest.raises(UserError, match=r"MiB are free: lower generator\.max_input_length"):
         arguments_of(made_model, f"generator.kv_cache_bytes={1 << 49}")
+    free = psutil.virtual_memory().available
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    fits_once = f"generator.kv_cache_bytes={free - (3 << 30)}"
+    arguments_of(made_model, fits_once)
+    with pytest.raises(UserError, match="MiB are free"):
+        arguments_of(made_model, fits_once, "generator.tensor_parallel_size=2")
 
 
 def test_an_engine_reads_the_files_of_the_trainer_and_computes_its_logits_in_float32_as_it_does(

@@ -1,19 +1,22 @@
 """What a cluster lacks for the ranks and engines of a run, node by node."""
 
+import asyncio
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from actors.driver import placement
 from actors.driver.cluster import _refuse_unfit_nodes
 from actors.driver.placement import (
     Bundle,
     Node,
+    can_fit,
     fits,
     missing_room,
-    refuse_foreign_labels,
     refuse_too_few_gpus,
+    reserve,
     run_bundles,
 )
 from service.config import Config, check, load_config
@@ -49,12 +52,25 @@ def test_what_a_run_needs_and_what_each_node_has_is_said_in_words() -> None:
     assert "10.0.0.1 has 3 GPU, 16 CPU; b has none of it; c has 16 CPU, ray.io/market-type: spot)" in said
 
 
-@pytest.mark.parametrize("part", ["trainer", "generators"])
-def test_labels_of_other_hosts_are_refused_at_once_where_no_other_host_can_join(part: str) -> None:
+@pytest.mark.parametrize(
+    ("parts", "lacks"),
+    [
+        ({"placement": {"trainer": {"zone": "nowhere"}}}, "zone: nowhere"),
+        ({"placement": {"generators": {"zone": "nowhere"}}}, "zone: nowhere"),
+        ({"trainer": {"accelerator": "H100"}}, "0.001 accelerator_type:H100"),
+        ({"generator": {"engines": 99}}, "101 x (0.5 CPU)"),
+    ],
+)
+def test_what_the_only_machine_never_has_is_refused_at_once(
+    parts: dict[str, dict[str, object]], lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = [node("a", {"CPU": 16.0}, {"ray.io/node-id": "0"})]
-    refuse_foreign_labels(config(placement={part: {"ray.io/market-type": "!spot"}}), here)
-    with pytest.raises(UserError, match=rf"^placement\.{part}: this machine is not zone: nowhere, .* leave it out"):
-        refuse_foreign_labels(config(placement={part: {"zone": "nowhere"}}), here)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(placement, "nodes", lambda: here)
+    with pytest.raises(UserError, match=r"a has 16 CPU\), and no other node joins .*set RAY_ADDRESS$") as refused:
+        asyncio.run(reserve(run_bundles(config(**parts), 0), 600, print))
+    assert lacks in str(refused.value)
+    assert can_fit(run_bundles(config(placement={"trainer": {"ray.io/market-type": "!spot"}}), 0), here)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +120,29 @@ def test_too_few_gpus_are_refused_with_settings_that_fit_and_pass_every_check(
     wide = load_config([file], ["generator.tensor_parallel_size=4"])
     with pytest.raises(UserError, match=r"generator\.tensor_parallel_size=1 weights\.transport=ipc"):
         refuse_too_few_gpus(wide, min(gpus, 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus"),
+    [
+        (["trainer.ranks=16", "trainer.sequence_parallel=2", "generator.tensor_parallel_size=2"], 5),
+        (["generator.engine_options.pipeline_parallel_size=2"], 1),
+        (["trainer.ranks=12", "weights.transport=ipc", "generator.kv_cache_bytes=1000000000"], 11),
+        (["trainer.sequence_parallel=2"], 1),
+    ],
+)
+def test_the_settings_that_fit_divide_as_those_that_do_not(settings: list[str], gpus: int) -> None:
+    file = "configs/gsm8k.yaml"
+    given = [*settings, "generator.engines=1"]
+    check(load_config([file], given))
+    with pytest.raises(UserError) as refused:
+        refuse_too_few_gpus(load_config([file], given), gpus)
+    _, _, proposed = str(refused.value).partition("used with: ")
+    assert bool(proposed) == (gpus > 1 or len(settings) != 1 or "sequence" not in settings[0])
+    if proposed:
+        fitting = load_config([file], [*given, *proposed.split()])
+        check(fitting)
+        refuse_too_few_gpus(fitting, gpus)
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

@@ -13,6 +13,7 @@ from typing import Any, Never
 import pytest
 
 from actors.driver import ray_session
+from actors.driver.placement import run_bundles
 from actors.driver.ray_session import RAYLET_ERRORS, START_TRIES
 from actors.watchdog import MARK
 from service.config import Config
@@ -95,6 +96,18 @@ def test_what_the_user_set_for_the_network_and_vllm_reaches_every_process_and_is
     assert {name: passed.get(name) for name in given} == given and "MY_NCCL_DEBUG" not in passed
     (line,) = capsys.readouterr().out.splitlines()
     assert all(name in line for name in given) and "=" not in line and "NO_USAGE" not in line
+
+
+@pytest.mark.parametrize("transport", ["memory", "ipc"])
+def test_a_ray_of_ones_own_has_a_cpu_for_every_rank_and_engine(
+    transport: str, starts: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {"trainer": {"ranks": 500}, "generator": {"engines": 400}, "weights": {"transport": transport}}
+    config, settings = Config.model_validate(parts), dict[str, Any]()
+    starts(0, Exception())
+    monkeypatch.setattr(ray_session.ray, "init", lambda **told: settings.update(told))
+    with ray_session.ray_session(config, "mark"):
+        assert sum(each.resources["CPU"] for each in run_bundles(config, gpus=1)) <= settings["num_cpus"]
 
 
 def lives_on(dead: list[Any]) -> Never:

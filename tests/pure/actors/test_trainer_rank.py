@@ -23,7 +23,7 @@ from actors.trainer.actor import TrainerRank, choose_interface, process_group_ba
 from actors.trainer.group import TrainerGroup
 from actors.weights.part import TrainerLost
 from service.config import Config, RunConfig, TrainerConfig, WeightsConfig
-from service.errors import ProcessLost
+from service.errors import ProcessLost, UserError
 from service.learn.learner import StepReport
 from service.learn.model.policy import OutOfMemory
 from service.learn.model.policy_model import Checkpointing
@@ -81,8 +81,13 @@ def test_gloo_and_nccl_use_the_interface_of_the_nodes_address_unless_the_user_ch
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
     for chosen, found in (({}, "=bond0"), ({"NCCL_SOCKET_IFNAME": "ib0"}, "ib0")):
         monkeypatch.setattr(os, "environ", dict(chosen))
-        choose_interface("10.0.0.7")
+        choose_interface("10.0.0.7", 1)
+        assert os.environ == chosen
+        choose_interface("10.0.0.7", 2)
         assert os.environ == {"GLOO_SOCKET_IFNAME": "bond0", "NCCL_SOCKET_IFNAME": found}
+    monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": "bond0,eth9"})
+    with pytest.raises(UserError, match=r"^GLOO_SOCKET_IFNAME: .* no interface eth9, only virbr0, bond0$"):
+        choose_interface("10.0.0.7", 1)
 
 
 def test_the_meeting_point_is_held_from_the_moment_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +103,11 @@ def test_the_meeting_point_is_held_from_the_moment_it_is_told(monkeypatch: pytes
     assert first._store is not None and first._store.get("joined") == b"1"
 
 
-async def test_a_rank_that_cannot_meet_the_others_is_a_lost_trainer() -> None:
+@pytest.mark.parametrize("kind", [DistNetworkError, RuntimeError])
+async def test_a_rank_that_cannot_meet_the_others_is_a_lost_trainer(kind: type[Exception]) -> None:
+    """gloo raises the second kind if another rank dies."""
     rank = rank_whose_step_fails(0, [], ValueError())
-    rank.load = answering(ray.exceptions.RayTaskError("load", "", DistNetworkError("closed")).as_instanceof_cause())
+    rank.load = answering(ray.exceptions.RayTaskError("load", "", kind("closed")).as_instanceof_cause())
     with pytest.raises(TrainerLost, match=r"the trainer failed as it started .*closed"):
         await TrainerGroup(Config(), [rank]).load(Path())
 

@@ -97,6 +97,7 @@ def test_every_engine_of_an_evaluation_is_made_and_scores_its_shard(
 def test_a_stop_signal_ends_the_wait_for_room_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     within = 300.0
     full = SimpleNamespace(wait=lambda seconds: time.sleep(seconds))
+    monkeypatch.setenv("RAY_ADDRESS", "pretended")
     monkeypatch.setattr(placement, "placement_group", lambda *_, **__: full)
     monkeypatch.setattr(placement, "remove_placement_group", lambda room: None)  # Ray would start itself for it
     monkeypatch.setattr(placement, "nodes", list)
@@ -116,6 +117,7 @@ def test_a_stop_signal_ends_the_wait_for_room_in_the_cluster(monkeypatch: pytest
 
 def test_room_that_was_not_there_in_time_is_not_asked_for_any_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     full, removed = SimpleNamespace(wait=lambda seconds: None), list[object]()
+    monkeypatch.setenv("RAY_ADDRESS", "pretended")
     monkeypatch.setattr(placement, "placement_group", lambda *_, **__: full)
     monkeypatch.setattr(placement, "remove_placement_group", removed.append)
     monkeypatch.setattr(placement, "nodes", list)

@@ -15,8 +15,7 @@ from service.config.rollout import GeneratorConfig
 from service.config.tree import SHORT_ANSWER
 from service.errors import UserError
 from service.learn.model.hf_config import MAX_SHAPE, read_config
-from service.plan.kv_cache import check_engine, kv_token_bytes, request_bytes
-from service.plan.memory import GPUS, MARGIN, FitSettings, fit
+from service.plan.memory import GPUS, MARGIN, FitSettings, check_engine, fit, kv_token_bytes, request_bytes
 from tests.families.small import small_config
 
 ROOT = Path(__file__).parents[3]

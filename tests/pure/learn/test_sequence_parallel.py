@@ -10,7 +10,6 @@ from benchmarks.sequence_parallel import LEAST, SHAPE, VOCABULARY, train
 from service.config.core_settings import batch_settings
 from service.config.learn import LoraConfig, TrainerConfig
 from service.config.tree import Config
-from service.errors import UserError
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
 from service.learn.model.tiny_model import make_model
@@ -189,23 +188,6 @@ def test_a_mini_batch_is_dealt_to_groups_whose_budget_is_that_of_their_ranks_tog
     trainer = TrainerConfig(ranks=4, sequence_parallel=2, max_tokens_per_micro_batch=40)
     dealt = batch_settings(Config(trainer=trainer))
     assert (dealt.ranks, dealt.token_budget) == (2, 80)
-
-
-def refusals(rank: int, world_size: int, folder: Path) -> list[str]:
-    told = []
-    for sharing in (2, 3):
-        with pytest.raises(UserError) as caught:
-            Policy(settings(trainer={"sequence_parallel": sharing}), folder, CPU, rank, world_size)
-        told.append(str(caught.value))
-    return told
-
-
-def test_ranks_or_heads_that_do_not_divide_are_refused_before_anything_is_loaded(
-    model_folder: Path, ranks: Ranks
-) -> None:
-    for groups, heads in ranks(3, refusals, model_folder):
-        assert groups == "trainer.sequence_parallel: 3 ranks do not divide into groups of 2"
-        assert heads.startswith("trainer.sequence_parallel: 3 ranks cannot divide the model's 4 heads and 2 key heads")
 
 
 ROW = 1600

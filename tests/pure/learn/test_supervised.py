@@ -22,8 +22,9 @@ from tests.pure.learn.builders import CPU, made_rows, settings
 def test_losses_and_steps_are_those_of_transformers_and_adam(model_folder: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="eager")
     adam = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    config = settings(trainer={"max_tokens_per_micro_batch": 40}, dtype="float64")
-    supervised = SupervisedSteps(config, Policy(config, model_folder, CPU, 0, 1), (0.9, 0.95), 0.1)
+    trainer = {"max_tokens_per_micro_batch": 40, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    config = settings(trainer=trainer, dtype="float64")
+    supervised = SupervisedSteps(config, Policy(config, model_folder, CPU, 0, 1))
     rows = [SupervisedRow(row.token_ids, row.loss_mask) for row in made_rows(6, seed=12)]
 
     def expected() -> Tensor:
