@@ -69,9 +69,9 @@ def _read(message: Mapping[str, Any], names: Mapping[Any, str]) -> Message:
     if calls := message.get("tool_calls"):
         read["tool_calls"] = [
             {
+                **({"id": of["id"]} if of.get("id") else {}),
                 "type": "function",
                 "function": {"name": of["function"]["name"], "arguments": _arguments(of["function"]["arguments"])},
-                **({"id": of["id"]} if of.get("id") else {}),
             }
             for of in calls
         ]

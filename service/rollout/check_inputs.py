@@ -79,7 +79,8 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
                 raise
             raise UserError(f"{error} (first needed by row {row}, {task.uid})") from error
         try:
-            json.dumps(asdict(task) if config.isolation == "process" else None)
+            if config.isolation == "process":
+                json.dumps(asdict(task))
         except (TypeError, ValueError) as error:
             why = f"it cannot be sent to an environment's own process (env.isolation) as JSON: {error}"
             raise UserError(f"{row_place(path, row)}: {why}") from error

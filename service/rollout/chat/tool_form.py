@@ -51,7 +51,8 @@ class ToolForm(NamedTuple):
         return fitted
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        function = {"arguments": {}, **call["function"]}
+        function = dict(call["function"])  # some templates write it in its order
+        function.setdefault("arguments", {})
         if isinstance(function["arguments"], str):
             with suppress(ValueError, RecursionError):
                 function["arguments"] = json.loads(function["arguments"])

@@ -26,7 +26,7 @@ from service.config.rollout import COLDEST, HOTTEST
 from service.errors import RunFailed, UserError
 from service.rollout.chat.tools import MAX_DEPTH, is_shallow
 from service.rollout.environment import Message, Task
-from service.rollout.prompts.rows import messages_of, read_rows, row_place
+from service.rollout.prompts.rows import messages_of, read_rows, row_place, without_gc
 
 ENCODED = frozenset({"uid", "prompt", "env_class", "tools"})
 """Columns whose texts are written to prompts, logs and journals, so they must be valid UTF-8."""
@@ -60,16 +60,17 @@ def task_of(tasks: Sequence[Task], uid: str, row: int) -> Task:
     return tasks[row]
 
 
+@without_gc()
 def tasks_of(rows: Sequence[Any], path: Path) -> list[Task]:
     """Convert the rows of the data set `path` to tasks; errors as in `load_tasks`."""
     if not rows:
         raise UserError(f"dataset {path}: there are no rows; give at least one prompt")
-    tasks = []
+    tasks, stem = [], path.stem
     first_rows: dict[str, int] = {}
     for number, columns in enumerate(rows):
         if not isinstance(columns, Mapping):
             raise UserError(f"{row_place(path, number)}: a row is an object with columns, not {columns!r:.80}")
-        task = _task(columns, number, path)
+        task = _task(columns, number, path, f"{stem}-{number}")
         if (first := first_rows.setdefault(task.uid, number)) != number:
             raise _error(path, number, "uid", f"{task.uid!r} is the uid of row {first} too")
         tasks.append(task)
@@ -79,9 +80,9 @@ def tasks_of(rows: Sequence[Any], path: Path) -> list[Task]:
 def rows_digest(tasks: Sequence[Task]) -> str:
     """A hash of the content and order of the rows."""
     digest, names = xxhash.xxh3_64(), [field.name for field in fields(Task)]
+    write = json.JSONEncoder(sort_keys=True, default=str).encode
     for task in tasks:
-        row = {name: getattr(task, name) for name in names}
-        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+        digest.update(write({name: getattr(task, name) for name in names}).encode())
     return digest.hexdigest()
 
 
@@ -98,9 +99,21 @@ class _RowColumns(msgspec.Struct):
     temperature: Annotated[float, msgspec.Meta(ge=COLDEST, lt=HOTTEST)] | None = None
 
 
-def _task(columns: Mapping[Any, Any], number: int, path: Path) -> Task:
-    """A checked row; errors name file, row and column."""
-    plain = {str(column): _checked(str(column), value, number, path) for column, value in columns.items()}
+READ = frozenset(_RowColumns.__struct_fields__)
+TEXTS = frozenset({"prompt", *OBJECTS})
+
+
+def _task(columns: Mapping[Any, Any], number: int, path: Path, uid: str) -> Task:
+    """A checked row; errors name file, row and column. `uid`: of a row that has none."""
+    plain = {str(column): value for column, value in columns.items()}
+    for column in TEXTS & plain.keys():
+        try:
+            plain[column] = _read_text(column, plain[column])
+        except (ValueError, RecursionError) as error:
+            raise _error(path, number, column, f"no JSON: {error}") from error
+    if not _is_small(plain):
+        for column, value in plain.items():
+            _check(column, value, number, path)
     if not plain.get("prompt"):
         others = [column for column in plain if column != "prompt"]
         hint = ""
@@ -119,13 +132,12 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path) -> Task:
         value = "" if inner else f", not {plain.get(column)!r:.80}"
         raise _error(path, number, column, f"{where}{problem}{value}") from error
     return Task(
-        uid=row.uid or f"{path.stem}-{number}",
+        uid=row.uid or uid,
         # Templates may read further fields of messages than those that are checked.
         prompt=(Message(role="user", content=row.prompt),) if isinstance(row.prompt, str) else tuple(plain["prompt"]),
         env_class=row.env_class or "",
         reward_spec=row.reward_spec or row.reward_model or {},
-        extra_info={name: of for name, of in plain.items() if name not in _RowColumns.__struct_fields__}
-        | (row.extra_info or {}),
+        extra_info={name: of for name, of in plain.items() if name not in READ} | (row.extra_info or {}),
         tools=tuple(row.tools or ()),
         temperature=row.temperature,
     )
@@ -137,24 +149,25 @@ def _read_text(column: str, value: Any) -> Any:
         return messages_of(value)
     if column == "tools" and isinstance(value, list):
         return [json.loads(one) if isinstance(one, str) else one for one in value]
-    begins = OBJECTS.get(column) if isinstance(value, str) else None
-    return json.loads(value) if begins and value.lstrip().startswith(begins) else value
+    is_json = isinstance(value, str) and value.lstrip().startswith(OBJECTS[column])
+    return json.loads(value) if is_json else value
 
 
-def _checked(column: str, value: Any, number: int, path: Path) -> Any:
-    """The value of a column, read if it is JSON, if it is not too large and not nested too deeply."""
-    if value is None or type(value) in (bool, int, float):
-        return value
+def _is_small(columns: Mapping[str, Any]) -> bool:
+    """Whether the columns are surely neither too large nor nested too deeply."""
     try:
-        value = _read_text(column, value)
-    except (ValueError, RecursionError) as error:
-        raise _error(path, number, column, f"no JSON: {error}") from error
-    if isinstance(value, str) and len(value) <= COLUMN_BYTES and value.isascii():
-        return value
+        written = msgspec.json.encode(columns, enc_hook=str)
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return len(written) <= COLUMN_BYTES and written.count(b"{") + written.count(b"[") <= MAX_DEPTH
+
+
+def _check(column: str, value: Any, number: int, path: Path) -> None:
+    """Raise a UserError if the value of a column is too large or nested too deeply."""
     if not is_shallow(value):
         raise _error(path, number, column, f"is nested too deeply; allowed are {MAX_DEPTH} levels")
     try:
-        size = len(value.encode() if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str))
+        size = len(msgspec.json.encode(value, enc_hook=str))
     except UnicodeEncodeError as error:
         if column in ENCODED:
             told = "holds half a surrogate pair; allowed is text that UTF-8 can encode"
@@ -162,7 +175,6 @@ def _checked(column: str, value: Any, number: int, path: Path) -> Any:
         size = len(json.dumps(value, default=str))
     if size > COLUMN_BYTES:
         raise _error(path, number, column, f"is too large; allowed are {COLUMN_BYTES} bytes in all")
-    return value
 
 
 def _error(path: Path, number: int, column: str, problem: str) -> UserError:

@@ -223,6 +223,19 @@ def test_rows_from_parquet_and_from_json_texts_are_the_rows_of_jsonl(tmp_path: P
     assert read == plain
 
 
+@pytest.mark.parametrize("form", ["messages", "json", "parquet"])
+def test_a_message_that_calls_tools_needs_no_content(tmp_path: Path, form: str) -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    row = {"prompt": json.dumps([TALK[0], called]) if form == "json" else [TALK[0], called]}
+    path = written(tmp_path, row)
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path := tmp_path / "rows.parquet")
+    (task,) = load_tasks(path)
+    assert list(task.prompt) == [TALK[0], called | {"content": ""}]
+    with pytest.raises(UserError, match=r"column prompt: \[0\]: .*content"):
+        load_tasks(written(tmp_path, {"prompt": [{"role": "user", "content": None}]}))
+
+
 @pytest.mark.parametrize(
     "begins", ["[{'role': 'user', 'content': 'hi'}]", '[{"role": "user"', '[{"from": "human", "value": "hi"}]']
 )
