@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from service.files import is_written_through, write_atomic
 from service.handoff.steps.values import FAILURES
 
+MEANS = ("avg_score", "avg_turns", "avg_tokens", "truncated_ratio")
 SAMPLE_SEED = 0
 """Seed of the random choice of prompts that evaluations play; equal in all runs."""
 
@@ -32,13 +33,9 @@ class EvalTrajectory:
     n_tokens: int
     """Number of tokens that the policy sampled."""
     stop_reason: str
+    """If it says that the engine or the environment failed, the trajectory says nothing about the policy."""
     n_truncated: int = 0
     """Number of turns whose response was cut off at the length limit."""
-
-    @property
-    def is_lost(self) -> bool:
-        """True if the engine or the environment failed, so that the trajectory says nothing about the policy."""
-        return self.stop_reason in FAILURES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +43,8 @@ class Evaluation:
     """The scores of one evaluation set. Lost trajectories are counted, but left out of every mean."""
 
     name: str
-    avg_score: float
-    pass_at: Mapping[int, float]
-    avg_turns: float
-    avg_tokens: float
-    truncated_ratio: float
-    """Fraction of the turns whose response was cut off at the length limit."""
+    scores: Mapping[str, float]
+    """By name; `truncated_ratio`: the fraction of the turns whose response was cut off at the length limit."""
     n_prompts: int
     n_trajectories: int
     n_lost: int
@@ -61,7 +54,7 @@ class Evaluation:
         """All scores and counts by name, for one JSON object."""
         return {
             "set": self.name,
-            **self._scores(),
+            **self.scores,
             "prompts": self.n_prompts,
             "trajectories": self.n_trajectories,
             "lost_trajectories": self.n_lost,
@@ -70,17 +63,8 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """The scores by the names under which trackers get them, `eval/<set>/<name>`."""
-        scores = {**self._scores(), "lost_trajectories": float(self.n_lost)}
+        scores = {**self.scores, "lost_trajectories": float(self.n_lost)}
         return {f"eval/{self.name}/{name}": value for name, value in scores.items()}
-
-    def _scores(self) -> dict[str, float]:
-        return {
-            "avg_score": self.avg_score,
-            **{f"pass_at_{k}": chance for k, chance in self.pass_at.items()},
-            "avg_turns": self.avg_turns,
-            "avg_tokens": self.avg_tokens,
-            "truncated_ratio": self.truncated_ratio,
-        }
 
 
 class EvalShard(NamedTuple):
@@ -105,17 +89,20 @@ class EvalShard(NamedTuple):
 def summarize(name: str, played: Sequence[EvalTrajectory]) -> Evaluation:
     """The scores of a set: means over trajectories, and for `pass_at` means over prompts. A sample passes if its reward
     is above 0."""
-    kept = [trajectory for trajectory in played if not trajectory.is_lost]
+    kept = [trajectory for trajectory in played if trajectory.stop_reason not in FAILURES]
     rewards: dict[str, list[float]] = {}
     for trajectory in kept:
         rewards.setdefault(trajectory.prompt_uid, []).append(trajectory.reward)
+    scores = {
+        "avg_score": _mean([trajectory.reward for trajectory in kept]),
+        **_pass_at(list(rewards.values())),
+        "avg_turns": _mean([trajectory.n_turns for trajectory in kept]),
+        "avg_tokens": _mean([trajectory.n_tokens for trajectory in kept]),
+        "truncated_ratio": sum(of.n_truncated for of in kept) / max(sum(of.n_turns for of in kept), 1),
+    }
     return Evaluation(
-        name=name,
-        avg_score=_mean([trajectory.reward for trajectory in kept]),
-        pass_at=_pass_at(list(rewards.values())),
-        avg_turns=_mean([trajectory.n_turns for trajectory in kept]),
-        avg_tokens=_mean([trajectory.n_tokens for trajectory in kept]),
-        truncated_ratio=sum(of.n_truncated for of in kept) / max(sum(of.n_turns for of in kept), 1),
+        name,
+        scores,
         n_prompts=len({trajectory.prompt_uid for trajectory in played}),
         n_trajectories=len(played),
         n_lost=len(played) - len(kept),
@@ -132,11 +119,12 @@ def pass_at(k: int, n: int, passed: int) -> float:
     return 1.0 - comb(n - passed, k) / comb(n, k)
 
 
-def _pass_at(rewards: Sequence[Sequence[float]]) -> dict[int, float]:
+def _pass_at(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
     """pass@k for k = 1, 2, 4, ... and for the minimum number of samples that any prompt kept."""
     fewest = min(map(len, rewards), default=0)
     ks = sorted({1 << i for i in range(fewest.bit_length())} | {fewest}) if fewest else []
-    return {k: _mean([pass_at(k, len(of), sum(reward > 0 for reward in of)) for of in rewards]) for k in ks}
+    passed = [(len(of), sum(reward > 0 for reward in of)) for of in rewards]
+    return {f"pass_at_{k}": _mean([pass_at(k, *of) for of in passed]) for k in ks}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -145,13 +133,16 @@ def _mean(values: Sequence[float]) -> float:
 
 def table(evaluations: Sequence[Evaluation]) -> str:
     """The results as a table: a header line, then one line per evaluation set, with aligned columns."""
-    ks = sorted({k for of in evaluations for k in of.pass_at})
-    head = ("set", "prompts", "trajectories", "score", *(f"pass@{k}" for k in ks), "turns", "tokens", "cut", "lost")
+    names = {name for of in evaluations for name in of.scores if name.startswith("pass_at_")}
+    ks = sorted(names, key=lambda name: int(name.rpartition("_")[2]))
+    passes = (name.replace("_at_", "@") for name in ks)
+    head = ("set", "prompts", "trajectories", "score", *passes, "turns", "tokens", "cut", "lost")
     lines = [head]
     for of in evaluations:
-        passed = (f"{of.pass_at[k]:.3f}" if k in of.pass_at else "-" for k in ks)
-        means = (f"{of.avg_score:.3f}", *passed, f"{of.avg_turns:.2f}", f"{of.avg_tokens:.1f}")
-        ends = (f"{of.truncated_ratio:.1%}", str(of.n_lost))
+        passed = (f"{of.scores[k]:.3f}" if k in of.scores else "-" for k in ks)
+        score, turns, tokens, cut = (of.scores[name] for name in MEANS)
+        means = (f"{score:.3f}", *passed, f"{turns:.2f}", f"{tokens:.1f}")
+        ends = (f"{cut:.1%}", str(of.n_lost))
         lines.append((of.name, str(of.n_prompts), str(of.n_trajectories), *means, *ends))
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)

@@ -80,7 +80,7 @@ def test_a_familys_calls_and_thinking_are_read_by_the_parsers_in_the_documentati
     tokenizer = tokenizer_of(THINKING_AND_JSON)
     tokenizer.add_tokens(special, special_tokens=True)
     chat = Chat(tokenizer)
-    ids = chat.encode(text).tolist()
+    ids = chat._special_tokens.encode(text).tolist()
     reply = VllmParser(name, tokenizer, chat.end_ids).parse(chat.text(np.asarray(ids, np.int32)), TOOLS, ids)
     assert (reply.calls, reply.thinking) == ((SEARCH,), "look" if "look" in text else "")
     assert reply.content in ("", "b")
@@ -97,7 +97,11 @@ def test_a_parser_that_cannot_be_used_is_one_clear_line(tokenizer: PreTrainedTok
 def test_calls_between_special_tokens_are_read_from_the_ids(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_calls>", "</tool_calls>"]})
     chat = Chat(tokenizer)
-    ids = [*chat.encode('a<tool_calls>[{"name": "search", "arguments": {"query": "marn"}}]</tool_calls>').tolist()]
+    ids = [
+        *chat._special_tokens.encode(
+            'a<tool_calls>[{"name": "search", "arguments": {"query": "marn"}}]</tool_calls>'
+        ).tolist()
+    ]
     text = chat.text(np.asarray(ids, np.int32))
     assert "tool_calls" not in text
     parser = VllmParser("jamba", tokenizer, chat.end_ids)

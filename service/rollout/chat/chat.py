@@ -217,15 +217,6 @@ class Chat:
         """The text of a response, with or without special tokens."""
         return self._special_tokens.decode(response_ids, with_special)
 
-    def encode(self, text: str) -> Int32s:
-        """Token ids of a text that the template rendered; a special token's characters in this text become the special
-        token.
-
-        Raises:
-            MessagesRefused: the text contains half of a surrogate pair, which no tokenizer accepts.
-        """
-        return self._special_tokens.encode(text)
-
     def plain(self, text: str, continues: bool = False) -> Int32s:
         """Token ids of a text from a policy, an environment or a dataset; special tokens in it are broken. `continues`:
         the text follows other tokens of the same message."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -111,9 +112,7 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path, uid: str) -> Task
             plain[column] = _read_text(column, plain[column])
         except (ValueError, RecursionError) as error:
             raise _error(path, number, column, f"no JSON: {error}") from error
-    if not _is_small(plain):
-        for column, value in plain.items():
-            _check(column, value, number, path)
+    _check_sizes(plain, number, path)
     if not plain.get("prompt"):
         others = [column for column in plain if column != "prompt"]
         hint = ""
@@ -153,28 +152,24 @@ def _read_text(column: str, value: Any) -> Any:
     return json.loads(value) if is_json else value
 
 
-def _is_small(columns: Mapping[str, Any]) -> bool:
-    """Whether the columns are surely neither too large nor nested too deeply."""
-    try:
+def _check_sizes(columns: Mapping[str, Any], number: int, path: Path) -> None:
+    """Raise a UserError if a column is too large or nested too deeply."""
+    with suppress(UnicodeEncodeError, RecursionError):
         written = msgspec.json.encode(columns, enc_hook=str)
-    except (UnicodeEncodeError, RecursionError):
-        return False
-    return len(written) <= COLUMN_BYTES and written.count(b"{") + written.count(b"[") <= MAX_DEPTH
-
-
-def _check(column: str, value: Any, number: int, path: Path) -> None:
-    """Raise a UserError if the value of a column is too large or nested too deeply."""
-    if not is_shallow(value):
-        raise _error(path, number, column, f"is nested too deeply; allowed are {MAX_DEPTH} levels")
-    try:
-        size = len(msgspec.json.encode(value, enc_hook=str))
-    except UnicodeEncodeError as error:
-        if column in ENCODED:
-            told = "holds half a surrogate pair; allowed is text that UTF-8 can encode"
-            raise _error(path, number, column, told) from error
-        size = len(json.dumps(value, default=str))
-    if size > COLUMN_BYTES:
-        raise _error(path, number, column, f"is too large; allowed are {COLUMN_BYTES} bytes in all")
+        if len(written) <= COLUMN_BYTES and written.count(b"{") + written.count(b"[") <= MAX_DEPTH:
+            return
+    for column, value in columns.items():
+        if not is_shallow(value):
+            raise _error(path, number, column, f"is nested too deeply; allowed are {MAX_DEPTH} levels")
+        try:
+            size = len(msgspec.json.encode(value, enc_hook=str))
+        except UnicodeEncodeError as error:
+            if column in ENCODED:
+                told = "holds half a surrogate pair; allowed is text that UTF-8 can encode"
+                raise _error(path, number, column, told) from error
+            size = len(json.dumps(value, default=str))
+        if size > COLUMN_BYTES:
+            raise _error(path, number, column, f"is too large; allowed are {COLUMN_BYTES} bytes in all")
 
 
 def _error(path: Path, number: int, column: str, problem: str) -> UserError:

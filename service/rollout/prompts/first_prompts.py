@@ -41,26 +41,22 @@ def notes_of_prompts(
 
 
 def too_long(generator: GeneratorConfig, tasks: Sequence[Task], path: Path, chat: Chat) -> list[str]:
-    """One line that says how many rows have a too long prompt; no line if all prompts fit.
-
-    A too long prompt is not an error, because an environment may begin with another prompt than the prompt of its row.
+    """Lines that say how many rows have a prompt that is too long or that the chat template refuses; no line if all
+    prompts fit. Such a prompt is no error, because an environment may begin with another prompt than that of its row.
     """
-    looked_at = range(0, len(tasks), -(-len(tasks) // LOOKED_AT))
-    lengths = {row: _length(tasks[row], chat) for row in looked_at}
-    most = generator.max_input_length
-    long = [row for row, length in lengths.items() if length > most]
-    if not long:
-        return []
-    rows = f"{len(long)} of {len(looked_at)} rows looked at of {path.name}"
-    return [
-        f"generator.max_input_length: it is {most}, and the prompts of {rows} are longer (row {long[0]} has "
-        f"{lengths[long[0]]} tokens): a trajectory that begins with such a prompt has no turn"
-    ]
-
-
-def _length(task: Task, chat: Chat) -> int:
-    """Number of tokens of a row's prompt; 0 if the template refuses the prompt."""
-    try:
-        return len(chat.prompt(task.prompt, task.tools))
-    except MessagesRefused:
-        return 0
+    looked_at, lengths, refused = range(0, len(tasks), -(-len(tasks) // LOOKED_AT)), dict[int, int](), list[str]()
+    for row in looked_at:
+        try:
+            lengths[row] = len(chat.prompt(tasks[row].prompt, tasks[row].tools))
+        except MessagesRefused as error:
+            refused.append(f"row {row}: {error}")
+    most, of = generator.max_input_length, f"of {len(looked_at)} rows looked at of {path.name}"
+    long = [f"row {row} has {length} tokens" for row, length in lengths.items() if length > most]
+    no_turn = "a trajectory that begins with such a prompt has no turn"
+    notes = (
+        [f"{path.name}: the prompts of {len(refused)} {of} are refused ({refused[0]}): {no_turn}"] if refused else []
+    )
+    if long:
+        told = f"the prompts of {len(long)} {of} are longer ({long[0]})"
+        notes.append(f"generator.max_input_length: it is {most}, and {told}: {no_turn}")
+    return notes

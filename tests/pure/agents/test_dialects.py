@@ -43,7 +43,7 @@ async def test_the_same_conversation_has_the_same_tokens_through_every_client(ho
         tokens.append([call.token_ids().tolist() for call in session.tree.calls])
         assert house.is_exact and all(step.loss_mask.all() for step in house.steps)
         # The tools, the system message, the question, and the answers and what follows: no text opens a turn.
-        starts = int(house.chat.encode("<|im_start|>")[0])
+        starts = int(house.chat._special_tokens.encode("<|im_start|>")[0])
         assert house.prompts[-1].count(starts) == 3 + 3 + 4 + 1
         house.clear()
     assert all(one == tokens[0] for one in tokens)

@@ -23,7 +23,7 @@ async def test_token_ids_are_continued_by_token_ids_and_come_back_with_what_the_
     house: House, session: Session, client: Client
 ) -> None:
     says(house, "16", "17", "18")
-    prompt = house.chat.encode("<|im_start|>user age ?").tolist()
+    prompt = house.chat._special_tokens.encode("<|im_start|>user age ?").tolist()
     body = {"model": "m", "token_ids": prompt, "sampling_params": {"max_tokens": 9, "temperature": 0.1}}
     status, reply = await client.post(GENERATE, body)
     (choice,) = reply["choices"]

@@ -82,7 +82,7 @@ def thought(chat: Chat, prompt: str) -> Generation:
     ((a, b),) = re.findall(r"(\d) \+ (\d) \?", prompt)
     is_wrong = a == "5" if "sure" in prompt else b == "5"
     text = f"<think>\nwell\n</think>\n\n{0 if is_wrong else int(a) + int(b)}"
-    ids = [*chat.encode(text).tolist(), chat.end_id]
+    ids = [*chat._special_tokens.encode(text).tolist(), chat.end_id]
     return replace(generated(ids), logprobs=-np.linspace(0.5, 1.5, len(ids), dtype=np.float32))
 
 

@@ -75,7 +75,7 @@ class ScriptedEngine:
         said = self.script(self.chat.text(prompt_ids).split())
         if isinstance(said, Generation):
             return said
-        return generated([*self.chat.encode(said).tolist(), self.chat.end_id])
+        return generated([*self.chat._special_tokens.encode(said).tolist(), self.chat.end_id])
 
 
 def generated(token_ids: Sequence[int], stop_reason: str = "stop", sampled_end: bool = True) -> Generation:

@@ -44,10 +44,10 @@ def optimal(words: list[str]) -> str:
 
 
 async def test_an_appended_end_stays_in_the_ids_and_carries_no_loss(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: generated(chat.encode("look fox age").tolist(), sampled_end=False))
+    engine = ScriptedEngine(chat, lambda words: generated(chat.plain("look fox age").tolist(), sampled_end=False))
     steps, _ = await play(chat, engine, ScriptedEnvironment([told("17"), told("owl", 1.0, True)]))
     for step in steps:
-        assert step.response_ids.tolist() == [*chat.encode("look fox age").tolist(), chat.end_id]
+        assert step.response_ids.tolist() == [*chat.plain("look fox age").tolist(), chat.end_id]
         assert step.loss_mask.tolist() == [True, True, True, False]
         assert step.logprobs is not None
         assert step.logprobs.tolist() == [-0.5, -0.5, -0.5, 0.0]
@@ -69,7 +69,7 @@ async def test_an_appended_end_stays_in_the_ids_and_carries_no_loss(chat: Chat) 
 async def test_a_trajectory_whose_last_response_was_cut_says_so(
     chat: Chat, cut: set[int], n_turns: int, done: bool, reason: str
 ) -> None:
-    said = chat.encode("look fox age").tolist()
+    said = chat.plain("look fox age").tolist()
 
     def script(words: list[str]) -> Generation:
         is_cut = len(engine.prompts) - 1 in cut
@@ -84,7 +84,7 @@ async def test_a_trajectory_whose_last_response_was_cut_says_so(
 
 
 async def test_the_environment_hears_the_text_up_to_its_stop_string_and_the_ids_stay_whole(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: generated(chat.encode("look fox age owl").tolist(), sampled_end=False))
+    engine = ScriptedEngine(chat, lambda words: generated(chat.plain("look fox age owl").tolist(), sampled_end=False))
     environment = ScriptedEnvironment([told("x", 0.0, True)])
     (step,), _ = await play(chat, engine, environment, sampling=Sampling(max_tokens=7, stop=("age",)))
     assert environment.heard == ["look fox age"]
@@ -170,7 +170,7 @@ async def test_messages_that_are_no_prompt_end_their_own_trajectory_also_after_i
 
 async def test_every_prompt_is_exactly_the_previous_prompt_and_response_and_then_what_is_new(chat: Chat) -> None:
     def script(words: list[str]) -> Generation:
-        said = generated([*chat.encode("look fox age").tolist(), chat.end_id])
+        said = generated([*chat.plain("look fox age").tolist(), chat.end_id])
         # The engine records every token but the last; each token's expert is its position here.
         recorded = np.arange(len(engine.prompts[-1]) + 3, dtype=np.int16).reshape(-1, 1, 1)
         return replace(said, routed_experts=recorded)

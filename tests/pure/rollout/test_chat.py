@@ -45,7 +45,7 @@ def test_a_made_tokenizer_reads_the_same_beside_the_config_of_its_model(tmp_path
 
 def test_the_delta_starts_with_the_end_only_where_the_response_has_none(chat: Chat) -> None:
     closed = chat.delta(TOLD, chat.end_id).tolist()
-    other = int(chat.encode("fox")[0])
+    other = int(chat.plain("fox")[0])
     assert chat.delta(TOLD, other).tolist() == [chat.end_id, *closed]
     assert chat.text(chat.delta(TOLD, other)) == "user 17 assistant"
 

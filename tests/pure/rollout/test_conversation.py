@@ -27,7 +27,7 @@ async def test_inline_observations_stand_bare_between_responses_and_only_the_las
     chat: Chat,
 ) -> None:
     said = iter(["look fox age", "look owl age", "answer 17"])
-    engine = ScriptedEngine(chat, lambda words: generated(chat.encode(next(said)).tolist(), sampled_end=False))
+    engine = ScriptedEngine(chat, lambda words: generated(chat.plain(next(said)).tolist(), sampled_end=False))
     environment = ScriptedEnvironment([told("17"), told("24"), told("x", 1.0, True)])
     steps, _ = await play(chat, engine, environment, conversation="inline")
     assert chat.text(steps[1].prompt_ids) == "17"
@@ -35,7 +35,7 @@ async def test_inline_observations_stand_bare_between_responses_and_only_the_las
     assert steps[-1].response_ids[-1] == chat.end_id
     assert whole_prompts(steps) == engine.prompts
     opening = chat.prompt(QUESTION.prompt).tolist()
-    assert engine.prompts[2] == [*opening, *chat.encode("look fox age 17 look owl age 24").tolist()]
+    assert engine.prompts[2] == [*opening, *chat.plain("look fox age 17 look owl age 24").tolist()]
 
 
 @pytest.mark.parametrize("mode", ["append", "rerender", "inline"])
@@ -127,7 +127,7 @@ async def test_a_history_that_the_template_rewrites_is_sent_from_where_it_change
 async def test_an_inline_response_is_closed_at_the_last_turn_allowed_and_where_it_has_no_token(
     chat: Chat, words: str
 ) -> None:
-    engine = ScriptedEngine(chat, lambda _: generated(chat.encode(words).tolist(), sampled_end=False))
+    engine = ScriptedEngine(chat, lambda _: generated(chat.plain(words).tolist(), sampled_end=False))
     environment = ScriptedEnvironment([told("17"), told("24")])
     steps, end = await play(chat, engine, environment, conversation="inline", max_turns=2)
     assert [step.response_ids[-1] == chat.end_id for step in steps] == [not words, True]

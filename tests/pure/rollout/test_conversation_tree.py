@@ -152,13 +152,13 @@ async def test_messages_of_a_client_become_the_prompts_that_an_environment_gets(
     for prompt, reply, told_next in zip(engine.prompts, replies, observations, strict=True):
         opened = tree.open(messages)
         assert opened.prompt_ids.tolist() == prompt
-        call = tree.add(opened, generated([*chat.encode(reply).tolist(), chat.end_id]), body="")
+        call = tree.add(opened, generated([*chat._special_tokens.encode(reply).tolist(), chat.end_id]), body="")
         messages += [call.message(), {"role": "user", "content": told_next}]
 
 
 def test_among_equal_replies_the_one_counts_whose_ids_came_back_and_then_a_delivered_one(chat: Chat) -> None:
     tree, asked = ConversationTree(chat, JsonCalls()), [dict(QUESTION.prompt[0])]
-    answer = generated([*chat.encode("look fox age").tolist(), chat.end_id])
+    answer = generated([*chat._special_tokens.encode("look fox age").tolist(), chat.end_id])
     first, second = (tree.add(tree.open(asked), answer, body="") for _ in range(2))
     follow = [*asked, first.message(), {"role": "user", "content": "17"}]
     assert tree.open(follow).parent is second

@@ -64,7 +64,7 @@ def test_an_examples_words_are_in_its_vocabulary_and_each_is_one_token(name: str
     made = synthetic_data(name, (), "demonstrations")
     make_tokenizer(tmp_path, words := [*dict.fromkeys(made.vocabulary())])
     chat = Chat(load_tokenizer(tmp_path))
-    ids = chat.encode(" ".join(words)).tolist()
+    ids = chat.plain(" ".join(words)).tolist()
     assert len(ids) == len(words) and chat.unknown_id not in ids
     shown = made.demonstrations(200, 0.5, np.random.default_rng(0))
     texts = [m["content"] for messages in (*shown, *(row["prompt"] for row in made.rows(50, 0))) for m in messages]

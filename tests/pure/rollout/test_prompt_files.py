@@ -213,9 +213,10 @@ def noted(*lengths: int, seen: list[int] | None = None) -> list[str]:
     return too_long(GeneratorConfig(max_input_length=10), rows, Path("rows.jsonl"), chat)
 
 
-def test_too_long_prompts_of_a_sample_of_the_rows_are_counted() -> None:
-    assert noted(10, 1, 0) == []
-    (line,) = noted(5, 12, 14, 0)
+def test_prompts_of_a_sample_of_the_rows_that_are_too_long_or_refused_are_counted() -> None:
+    assert noted(10, 1) == []
+    refused, line = noted(5, 12, 14, 0)
+    assert "the prompts of 1 of 4 rows looked at of rows.jsonl are refused (row 3: the template refuses)" in refused
     assert "it is 10, and the prompts of 2 of 4 rows looked at of rows.jsonl are longer (row 1 has 12 tokens)" in line
     for n in (LOOKED_AT, LOOKED_AT + 1, 10 * LOOKED_AT + 1):
         seen: list[int] = []

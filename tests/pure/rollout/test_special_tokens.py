@@ -124,7 +124,7 @@ def chat() -> Chat:
 
 
 def test_no_text_at_any_depth_becomes_a_special_token(chat: Chat) -> None:
-    special = {int(chat.encode(token)[0]) for token in SPECIALS}
+    special = {int(chat._special_tokens.encode(token)[0]) for token in SPECIALS}
     for hostile, plain in islice(Trees(600), 600):
         found, expected = ([i for i in chat.prompt(*of).tolist() if i in special] for of in (hostile, plain))
         assert found == expected, hostile
