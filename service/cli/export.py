@@ -58,9 +58,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
         manifest = prepare_weights(model, target)
         _refuse_without_effect(overrides, copied=manifest is None, is_adapter=model.lora is not None)
-        export(model, target, manifest, arguments.output, merged=not arguments.adapter)
+        merged = export(model, target, manifest, arguments.output, merged=not arguments.adapter)
     step = "the final weights" if manifest is None else f"the weights after step {manifest.step}"
-    form = "the adapter of " if arguments.adapter else "with the adapter merged, " if model.lora is not None else ""
+    form = "the adapter of " if arguments.adapter else f"an adapter merged into {merged} matrices, " if merged else ""
     print(f"{arguments.output}: {form}{step}, {'in PEFT' if arguments.adapter else 'a Hugging Face folder'}")
     return 0
 

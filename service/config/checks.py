@@ -323,6 +323,8 @@ def _teacher(config: Config) -> Iterator[str]:
             f"generator.temperature: {temperature:g}, but a teacher's log-probabilities are those at temperature 1, so "
             "the two could not be compared; use 1 with a teacher"
         )
+    if config.generator.max_support:
+        yield "generator.top_p: a teacher's log-probabilities are those among all tokens; use no top_p, top_k or min_p"
     if algorithm.filter_zero_variance:
         yield (
             "algorithm.filter_zero_variance: removes groups whose returns are equal, from which a teacher would teach "

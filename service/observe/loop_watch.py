@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from traceback import FrameSummary, extract_stack
 
+import msgspec
+
 log = logging.getLogger(__name__)
 
 WATCH = "loop-watch"
@@ -20,8 +22,13 @@ BLOCKED_SECONDS = 5.0
 LOOK_SECONDS = 0.5
 """The event loop records the time at this interval, in seconds; the watching thread checks the newest recorded time at
 an equal interval."""
-LIBRARIES = (str(Path(asyncio.__file__).parent), str(Path(__file__).parents[2] / "service"), threading.__file__)
+OURS = (
+    *(str(Path(__file__).parents[2] / of) for of in ("service", "actors")),
+    str(Path(msgspec.__file__).parents[1] / "ray"),
+)
+LIBRARIES = (*OURS, str(Path(asyncio.__file__).parent), threading.__file__)
 """Folders and files of the libraries whose stack frames lie between the event loop and a user's code."""
+REMEDY = "set env.isolation=process for an environment; an agent may await asyncio.to_thread(...) or have a plain play"
 
 
 class LoopWatch:
@@ -53,21 +60,20 @@ class LoopWatch:
             now, turned = time.monotonic(), self._turned
             is_blocked = now - turned > BLOCKED_SECONDS > now - looked  # otherwise the whole process was stopped
             if is_blocked and turned != named and (frame := sys._current_frames().get(self._thread)) is not None:
-                named, place = turned, _place(extract_stack(frame))
+                named, (place, is_users) = turned, _place(extract_stack(frame))
                 line = (
                     f"the event loop has been blocked for {now - turned:.0f} s by {place}: until that returns, no "
-                    "agent and no environment goes on; set env.isolation=process for an environment, make an agent's "
-                    "`play` a plain function (it gets a thread), or await asyncio.to_thread(...)"
+                    f"agent and no environment goes on; {REMEDY if is_users else 'Ray or the machine stood still'}"
                 )
                 log.warning(line)
                 self._blocked.setdefault(place, line)
 
 
-def _place(stack: Sequence[FrameSummary]) -> str:
+def _place(stack: Sequence[FrameSummary]) -> tuple[str, bool]:
     """Describe a stack by the frame at which user code was entered, and the innermost frame:
-    `my_agent.py:12 play, in socket.py:720 readinto`."""
+    `my_agent.py:12 play, in socket.py:720 readinto`; and whether there is user code."""
     frames = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in stack]
     is_library = [frame.filename.startswith(LIBRARIES) for frame in stack]
     starts = [at for at in range(1, len(stack)) if is_library[at - 1] and not is_library[at]]
     started = starts[-1] if starts else 0
-    return ", in ".join(dict.fromkeys((*frames[started : started + 1], frames[-1])))
+    return ", in ".join(dict.fromkeys((*frames[started : started + 1], frames[-1]))), bool(starts)

@@ -96,8 +96,10 @@ class Timelines:
     @contextmanager
     def playing(self, trajectory: TrajectoryId, env: str) -> Iterator[Timeline]:
         """Within the block, record the calls of a trajectory; a cancelled trajectory is left out of the results."""
-        key = str(trajectory)
-        line = self._open[key] = Timeline(trajectory, env, self._free_row())
+        key, now, row = str(trajectory), time.monotonic(), None
+        if now >= self._next_sample and self._rows:
+            self._next_sample, row = now + self._pause, self._rows.pop()
+        line = self._open[key] = Timeline(trajectory, env, row)
         try:
             yield line
         finally:
@@ -105,14 +107,6 @@ class Timelines:
                 self._rows = sorted([*self._rows, line.row], reverse=True)
             if self._open.get(key) is line:  # unless the trajectory already continues here
                 del self._open[key]
-
-    def _free_row(self) -> int | None:
-        """A row for the trajectory that begins now; None if it is not sampled."""
-        now = time.monotonic()
-        if now < self._next_sample or not self._rows:
-            return None
-        self._next_sample = now + self._pause
-        return self._rows.pop()
 
     def generated(self, request: str, began: float, generation: Generation) -> None:
         """Record an engine call that has returned. `request`: the id of the request, which begins with the trajectory's

@@ -200,9 +200,9 @@ def _tensors(folder: Path, base: Base, shapes: Mapping[str, Sequence[int]] | Non
     return tensors
 
 
-def merge(adapter: Path, base: Path, folder: Path) -> None:
+def merge(adapter: Path, base: Path, folder: Path) -> int:
     """Add an adapter's update to its base model, and write the result as a float32 Hugging Face folder, which appears
-    only once it is complete.
+    only once it is complete. Returns the number of matrices that the adapter changed.
 
     Each merge starts from the base model's weights, because repeated merges into the same weights would add up rounding
     errors, and a merge in bfloat16 would lose small updates.
@@ -222,3 +222,4 @@ def merge(adapter: Path, base: Path, folder: Path) -> None:
         if (base / INDEX).is_file():
             shutil.copy2(base / INDEX, partial / INDEX)
         write_beside_weights(base, partial, torch.float32)
+    return given // 2

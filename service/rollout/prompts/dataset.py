@@ -12,7 +12,6 @@ row's texts, depth and size have the same limits as an environment's answers.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -114,14 +113,8 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path, uid: str) -> Task
             raise _error(path, number, column, f"no JSON: {error}") from error
     _check_sizes(plain, number, path)
     if not plain.get("prompt"):
-        others = [column for column in plain if column != "prompt"]
-        hint = ""
-        if near := difflib.get_close_matches("prompt", others, n=1):
-            hint = f" (there is a column {near[0]!r})"
-        elif others and "prompt" not in plain:
-            hint = f" (the row has {', '.join(others):.80}: data.columns names the prompt's column)"
-        wanted = "give a text or a list of messages with role and content"
-        raise _error(path, number, "prompt", f"is missing{hint}; {wanted}")
+        hint = "" if "prompt" in plain else f" (the row has {', '.join(plain):.80}: data.columns names the column)"
+        raise _error(path, number, "prompt", f"is missing{hint}; give a text or a list of messages")
     try:
         row = msgspec.convert(plain, _RowColumns)
     except msgspec.ValidationError as error:

@@ -156,9 +156,9 @@ def _read_parquet(path: Path) -> list[Any]:
             maps = "strict" if "map<" in kinds else None  # which takes five times as long
             for batch in file.iter_batches(BATCH_ROWS):
                 read = batch.to_pylist(maps_as_pydicts=maps)
-                is_short = "dictionary<" not in kinds and batch.nbytes < LONG_ROW_BYTES * len(batch)
-                is_plain = is_short and not _has_nulls(batch.to_struct_array())
-                rows += read if is_plain else [_plain(row, known) for row in read]
+                is_long = "dictionary<" in kinds or batch.nbytes >= LONG_ROW_BYTES * len(batch)
+                is_odd = is_long or _has_nulls(batch.to_struct_array())
+                rows += [_plain(row, known) for row in read] if is_odd else read
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         # pyarrow's errors differ between broken bytes and values out of Python's range, such as the year 300000.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -19,15 +19,14 @@ from service.run.checkpoints import MANIFEST, TRAINER, Manifest
 from service.run.preparing.eval_target import EvalTarget
 
 
-def export(
-    model: ModelConfig, target: EvalTarget, manifest: Manifest | None, folder: Path, merged: bool = True
-) -> None:
+def export(model: ModelConfig, target: EvalTarget, manifest: Manifest | None, folder: Path, merged: bool = True) -> int:
     """Write weights that `prepare_weights` has checked to a folder, which appears only once it is complete, in
-    `model.dtype`. An adapter is merged into its base in float32, or written alone in PEFT's form. `UserError` if the
-    checkpoint was deleted meanwhile, or the folder cannot be written."""
+    `model.dtype`. An adapter is merged into its base in float32, or written alone in PEFT's form. Returns the number of
+    matrices into which it was merged. `UserError` if the checkpoint was deleted meanwhile, or the folder cannot be
+    written."""
     try:
         if model.lora is not None and target.model is None:
-            _export_adapter(model.lora, target, target.begun_with(model), manifest, folder, merged)
+            return _export_adapter(model.lora, target, target.begun_with(model), manifest, folder, merged)
         elif manifest is not None:
             base = target.begun_with(model)
             weights = stored_names(base).split(_weights(target, manifest, getattr(torch, model.dtype)))
@@ -36,19 +35,20 @@ def export(
             _copy(target.weights(None), folder)
     except SafetensorError as error:  # all inputs were checked before, so this is an output error such as a full disk
         raise UserError(f"{folder} cannot be written: {error}") from error
+    return 0
 
 
 def _export_adapter(
     lora: LoraConfig, target: EvalTarget, base: Path, manifest: Manifest | None, folder: Path, merged: bool
-) -> None:
+) -> int:
     with tempfile.TemporaryDirectory(prefix="baton-export-") as parent:
         adapter = target.weights(None) if manifest is None else Path(parent) / "adapter"
         if manifest is not None:
             write_adapter(adapter, Base.of(base), lora, _weights(target, manifest, torch.float32))
         if merged:
-            merge(adapter, base, folder)
-        else:
-            _copy(adapter, folder)
+            return merge(adapter, base, folder)
+        _copy(adapter, folder)
+        return 0
 
 
 def _weights(target: EvalTarget, manifest: Manifest, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -27,8 +27,8 @@ LINE_BYTES = 64 << 10
 """Maximum bytes of a line; a longer line is split."""
 MESSAGE = "%(levelname)s %(name)s: %(message)s"
 """Format of a message of Python's logging, without the time."""
-RAYS_MARK = b":actor_name:"
-"""Beginning of lines that only Ray's own log reader needs; they are left out."""
+LEFT_OUT = re.compile(rb":actor_name:|.*(?:Successfully reset prefix cache|setting pause state to)")
+"""Lines that only Ray's own log reader needs, and those of vLLM at each weight update."""
 SUFFIX = ".log"
 
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
@@ -93,7 +93,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while line := sys.stdin.buffer.readline(LINE_BYTES):
-        if not line.startswith(RAYS_MARK):
+        if not LEFT_OUT.match(line):
             handler.emit(logging.makeLogRecord({"msg": plain(line)}))
 
 

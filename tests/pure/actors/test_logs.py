@@ -49,6 +49,7 @@ def test_a_log_has_the_output_of_a_killed_part_of_its_children_and_of_libraries(
     play(
         """
 print("an environment prints")
+print("INFO 11-28 [block_pool.py:861] Successfully reset prefix cache")
 sys.stderr.write("10 %\\r20 %\\n")
 logging.getLogger("some.library").warning("a message")
 subprocess.run(["printf", "a child, \\033[31mred\\n"])

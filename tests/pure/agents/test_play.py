@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
 from pathlib import Path
+from traceback import FrameSummary
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import aiohttp
 import numpy as np
 import pytest
 import pytest_asyncio
+import ray
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from actors.engine.run_player import RunPlayer
@@ -31,7 +33,8 @@ from service.evaluation.scores import EvalShard
 from service.handoff.group_bytes import ITEM_BYTES, SAID_BYTES, TOKEN_BYTES, TRANSCRIPT_BYTES
 from service.handoff.steps.tables import step_objects
 from service.handoff.validate import refusal
-from service.observe.loop_watch import BLOCKED_SECONDS, LoopWatch
+from service.observe import loop_watch
+from service.observe.loop_watch import BLOCKED_SECONDS, LoopWatch, _place
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.check_inputs import check_inputs
@@ -339,6 +342,13 @@ async def test_each_place_that_blocks_is_told_once_to_whoever_asks_and_none_whil
     assert len([line for line in caplog.messages if "event loop" in line]) == 3
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(watch.blocked(2), 0.1)
+
+
+def test_what_ray_blocks_is_told_as_no_code_of_users() -> None:
+    files = [asyncio.__file__, f"{Path(loop_watch.__file__).parents[2]}/actors/generator/outbox.py", ray.__file__]
+    stack = [FrameSummary(file, 7, "of") for file in files]
+    assert _place(stack) == ("__init__.py:7 of", False)
+    assert _place([*stack[:2], FrameSummary("/home/me/my_agent.py", 7, "play")])[1]
 
 
 class WaitsInAThread:

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from service.evaluation.scores import EvalShard, EvalTrajectory, pass_at, summarize, table
+from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, pass_at, summarize, table
 
 
 def test_pass_at_k_is_the_share_of_k_draws_with_a_pass() -> None:
@@ -18,18 +18,27 @@ def played(uid: str, reward: float, stop_reason: str = "stop", n_turns: int = 2)
     return EvalTrajectory(uid, reward, n_turns, 8, stop_reason)
 
 
+def passes(found: Evaluation) -> dict[int, float]:
+    return {int(name[8:]): chance for name, chance in found.scores.items() if name.startswith("pass_at_")}
+
+
 def test_means_are_per_trajectory_and_passes_per_prompt() -> None:
     found = summarize("dev", [played("a", r) for r in (1, 0, 0, 1)] + [played("b", 0.0, n_turns=4) for _ in range(4)])
-    assert (found.avg_score, found.avg_turns, found.n_prompts, found.n_trajectories) == (0.25, 3.0, 2, 8)
-    assert found.pass_at == {1: 0.25, 2: pytest.approx(5 / 12), 4: 0.5}
+    assert (found.scores["avg_score"], found.scores["avg_turns"], found.n_prompts, found.n_trajectories) == (
+        0.25,
+        3.0,
+        2,
+        8,
+    )
+    assert passes(found) == {1: 0.25, 2: pytest.approx(5 / 12), 4: 0.5}
     assert found.metrics()["eval/dev/pass_at_4"] == 0.5
 
 
 def test_lost_trajectories_are_counted_and_left_out_of_the_means() -> None:
     lost = [played("a", 0.0, "environment_error"), played("b", 0.0, "engine_timeout")]
     found = summarize("dev", [played("a", 1.0), played("a", 1.0, "max_turns"), *lost])
-    assert (found.avg_score, found.n_lost, found.n_prompts) == (1.0, 2, 2)
-    assert found.pass_at == {1: 1.0, 2: 1.0}
+    assert (found.scores["avg_score"], found.n_lost, found.n_prompts) == (1.0, 2, 2)
+    assert passes(found) == {1: 1.0, 2: 1.0}
     assert found.stop_reasons == {"stop": 1, "max_turns": 1, "environment_error": 1, "engine_timeout": 1}
     cut = EvalTrajectory("a", 0.0, 3, 8, "truncated", n_truncated=2)
     lost = [EvalTrajectory("a", 0.0, 3, 8, "environment_error", n_truncated=3)]
@@ -40,7 +49,7 @@ def test_lost_trajectories_are_counted_and_left_out_of_the_means() -> None:
 
 def test_a_set_of_which_everything_was_lost_still_has_a_line() -> None:
     found = summarize("dev", [played("a", 0.0, "environment_error")])
-    assert (found.avg_score, found.pass_at, found.n_lost) == (0.0, {}, 1)
+    assert (found.scores["avg_score"], passes(found), found.n_lost) == (0.0, {}, 1)
     head, other, line = table([summarize("other", [played("a", 1.0)]), found]).splitlines()
     assert head.split() == ["set", "prompts", "trajectories", "score", "pass@1", "turns", "tokens", "cut", "lost"]
     assert other.split()[:5] == ["other", "1", "1", "1.000", "1.000"]

@@ -91,7 +91,7 @@ def test_every_engine_of_an_evaluation_is_made_and_scores_its_shard(
     assert sum(path.endswith(".jsonl") for path in files.sizes) == 1 and all(
         map(Path.is_absolute, map(Path, files.sizes))
     )
-    assert [(of.n_trajectories, of.avg_score) for of in evaluations] == [(2, 1.0)]
+    assert [(of.n_trajectories, of.scores["avg_score"]) for of in evaluations] == [(2, 1.0)]
 
 
 def test_a_stop_signal_ends_the_wait_for_room_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

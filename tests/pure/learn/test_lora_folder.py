@@ -208,7 +208,7 @@ def test_transformers_computes_with_an_exported_checkpoint_of_all_weights_what_t
 
 
 def test_a_run_and_its_checkpoint_are_exported_and_what_has_no_adapter_is_refused(
-    tmp_path: Path, refused: Refused
+    tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = small_model(tmp_path / "base")
     make_tokenizer(base, ["a", "b"])
@@ -230,8 +230,10 @@ def test_a_run_and_its_checkpoint_are_exported_and_what_has_no_adapter_is_refuse
     exported = [tmp_path / f"from_{name}" for name in ("checkpoint", "final")]
     assert len({(folder / ADAPTER_CONFIG).read_bytes() for folder in exported}) == 1
     same(*(folder / ADAPTER_WEIGHTS for folder in exported))
+    capsys.readouterr()
     assert main(["export", str(run), str(tmp_path / "merged")]) == 0
-    merge(run / FINAL, base, tmp_path / "expected")
+    matrices = merge(run / FINAL, base, tmp_path / "expected")
+    assert matrices == 14 and f"an adapter merged into {matrices} matrices, " in capsys.readouterr().out
     same(*(tmp_path / name / "model.safetensors" for name in ("merged", "expected")))
     (tmp_path / "link").symlink_to(tmp_path / "no")
     for words, reason in (

@@ -75,7 +75,7 @@ def test_a_plain_text_is_one_message_of_the_user_in_files_as_other_systems_write
     ("row", "message"),
     [
         ({"question": "6 times 7?", "a": 42}, r"column prompt: is missing \(the row has question, a: data\.columns"),
-        ({"promt": "6 times 7?"}, r"row 1, column prompt: is missing \(there is a column 'promt'\)"),
+        ({"promt": "6 times 7?"}, r"row 1, column prompt: is missing \(the row has promt: data\.columns"),
         ({"prompt": []}, "row 1, column prompt: is missing"),
         ({"prompt": [{"role": "user", "content": 42}]}, "row 1, column prompt: .0..content"),
         ({"prompt": [{"content": "6 times 7?"}]}, "row 1, column prompt: .0.*role"),
