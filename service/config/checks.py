@@ -19,6 +19,7 @@ from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.steps.values import ROLES, Role
 from service.model_folder import undivided_heads
 from service.store_url import store_url_problem
+from service.types import max_support
 from service.user_code import is_module_and_name, malformed_name
 
 LOSSES = (
@@ -323,7 +324,7 @@ def _teacher(config: Config) -> Iterator[str]:
             f"generator.temperature: {temperature:g}, but a teacher's log-probabilities are those at temperature 1, so "
             "the two could not be compared; use 1 with a teacher"
         )
-    if config.generator.max_support:
+    if max_support(config.generator):
         yield "generator.top_p: a teacher's log-probabilities are those among all tokens; use no top_p, top_k or min_p"
     if algorithm.filter_zero_variance:
         yield (
