@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from traceback import FrameSummary, extract_stack
 
-import msgspec
-
 log = logging.getLogger(__name__)
 
 WATCH = "loop-watch"
@@ -22,11 +20,8 @@ BLOCKED_SECONDS = 5.0
 LOOK_SECONDS = 0.5
 """The event loop records the time at this interval, in seconds; the watching thread checks the newest recorded time at
 an equal interval."""
-OURS = (
-    *(str(Path(__file__).parents[2] / of) for of in ("service", "actors")),
-    str(Path(msgspec.__file__).parents[1] / "ray"),
-)
-LIBRARIES = (*OURS, str(Path(asyncio.__file__).parent), threading.__file__)
+ROOT = Path(__file__).parents[2]
+LIBRARIES = (str(Path(asyncio.__file__).parent), f"{ROOT}/service", f"{ROOT}/actors", threading.__file__)
 """Folders and files of the libraries whose stack frames lie between the event loop and a user's code."""
 REMEDY = "set env.isolation=process for an environment; an agent may await asyncio.to_thread(...) or have a plain play"
 
@@ -73,7 +68,7 @@ def _place(stack: Sequence[FrameSummary]) -> tuple[str, bool]:
     """Describe a stack by the frame at which user code was entered, and the innermost frame:
     `my_agent.py:12 play, in socket.py:720 readinto`; and whether there is user code."""
     frames = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in stack]
-    is_library = [frame.filename.startswith(LIBRARIES) for frame in stack]
+    is_library = [frame.filename.startswith(LIBRARIES) or "/site-packages/ray/" in frame.filename for frame in stack]
     starts = [at for at in range(1, len(stack)) if is_library[at - 1] and not is_library[at]]
     started = starts[-1] if starts else 0
     return ", in ".join(dict.fromkeys((*frames[started : started + 1], frames[-1]))), bool(starts)

