@@ -127,7 +127,7 @@ def _row(row: Any, columns: ColumnsConfig, path: Path, number: int) -> Any:
     if columns.prompt in found:
         found["prompt"] = found.pop(columns.prompt)
     elif "prompt" not in found:
-        lacking = f"there is no column {columns.prompt!r} (data.columns.prompt), only {', '.join(map(repr, row)):.200}"
+        lacking = f"there is no column {columns.prompt!r} (data.columns.prompt), only {[*row]!s:.200}"
         raise UserError(f"{row_place(path, number)}: {lacking}")
     if columns.ground_truth in found:
         text = str(found.pop(columns.ground_truth))
@@ -139,7 +139,7 @@ def _row(row: Any, columns: ColumnsConfig, path: Path, number: int) -> Any:
             )
         found["reward_spec"] = {"method": "rule", "ground_truth": answer}
     elif columns.ground_truth is not None and not {"reward_spec", "reward_model"} & found.keys():
-        lacking = f"there is no column {columns.ground_truth!r} (data.columns.ground_truth), only {', '.join(map(repr, row)):.200}"
+        lacking = f"there is no column {columns.ground_truth!r} (data.columns.ground_truth), only {[*row]!s:.200}"
         raise UserError(f"{row_place(path, number)}: {lacking}")
     if columns.instruction and isinstance(found["prompt"], str) and not MESSAGES.match(found["prompt"]):
         found["prompt"] += f"\n{columns.instruction}"
