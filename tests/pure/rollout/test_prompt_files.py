@@ -148,7 +148,7 @@ async def test_a_published_file_is_trained_and_evaluated_as_it_is(
 @pytest.mark.parametrize(
     ("row", "columns", "line"),
     [
-        ({"text": "?"}, OF_GSM8K, r"row 1: there is no column 'question' \(data.columns.prompt\), only 'text'"),
+        ({"text": "?"}, OF_GSM8K, r"row 1: there is no column 'question' \(data.columns.prompt\), only \['text'\]"),
         ({"question": "?"}, OF_GSM8K, r"row 1: there is no column 'answer' \(data.columns.ground_truth\), only"),
         (GSM8K | {"answer": "5"}, OF_GSM8K, r"row 1, column answer: no answer of the form hashes .* in '5'"),
         (GSM8K | {"answer": "2 + 3 ####"}, OF_GSM8K, r"row 1, column answer: no answer of the form hashes"),
