@@ -45,12 +45,14 @@ class Attempts:
 
     def leave(self, generator: str, died: bool) -> None:
         """Let other generators continue what a generator that has left did not finish, or start it again. A trajectory
-        moves after a death only if it may fail once more, because it may be what generators die of."""
+        moves after a first death, and after further ones only if it may fail once more: it may be what generators die
+        of."""
         ledger, most = self._record.ledger, max(self._settings.max_attempts, 2)
         moves = ledger.state.generators[generator].resumes and ledger.state.draining is None
         for group_id, samples in ledger.played_by(generator).items():
             of = ledger.state.groups[group_id].trajectories
-            if moves and not (died and max(of[sample].failures for sample in samples) + 1 >= most):
+            spent = died and any(of[sample].deaths and of[sample].failures + 1 >= most for sample in samples)
+            if moves and not spent:
                 self._record.add(events.Moved(group_id, tuple(samples), died))
             else:
                 self.restart(group_id, tuple(samples), "generator_left")

@@ -278,6 +278,16 @@ def test_a_request_of_which_every_generator_dies_ends_its_group_with_the_reason_
     assert buffer.status().ended == {"refused/max_attempts": 1} and world.closes()
 
 
+def test_a_session_on_its_last_attempt_outlives_one_generator(world: World) -> None:
+    samples = world.generator.claimed().samples
+    world.buffer.leave(world.generator.name, None, "failed")
+    for name, attempt, moved in (("g2", 1, ()), ("g3", 2, ()), ("g4", 2, samples)):
+        work = Generator(world.buffer, name, resumes=attempt == 2).claimed()
+        assert (work.attempts, work.moved) == ((attempt,) * len(samples), moved)
+        world.buffer.leave(name, None, "failed")
+    assert world.buffer.status().ended == {"refused/max_attempts": 1} and world.closes()
+
+
 def test_the_first_generator_of_a_resumed_run_takes_over_the_sessions_of_all(world: World) -> None:
     ones = [Generator(world.buffer, name, resumes=True) for name in ("g2", "g3")]
     works = [one.claimed() for one in ones]
