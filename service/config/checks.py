@@ -375,6 +375,11 @@ def _weights(config: Config) -> Iterator[str]:
             "weights.verify: tokens that continue on a kept KV cache come from two policies at once, which no trainer "
             "can compute; set weights.kv_cache=recompute"
         )
+    if weights.verify and config.generator.quantization is not None:
+        yield (
+            f"weights.verify: {config.generator.quantization} engines differ from the trainer by more than rounding; "
+            "set weights.verify=false or generator.quantization=null"
+        )
 
 
 def _shared_gpus(config: Config) -> Iterator[str]:

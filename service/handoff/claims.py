@@ -174,7 +174,9 @@ class Claims:
         moved = tuple(sample for sample in samples if group.trajectories[sample].moved)
         accepted = [held.steps_of(sample) for sample in samples] if held.steps else []
         nobody, ends = Sender("", 0, 0), ends_table(())
-        steps = tuple(encode(StepGroup(nobody, concat(own), ends)) if own else b"" for own in accepted)
+        steps = tuple(
+            encode(StepGroup(nobody, concat(own), ends), may_deflate=False) if own else b"" for own in accepted
+        )
         return Assignment(group_id, group.uid, group.row, samples, attempts, steps, moved)
 
 

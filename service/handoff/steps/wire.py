@@ -77,8 +77,9 @@ class _Damaged(Exception):
         self.refusal = Refusal(reason, path, number)
 
 
-def encode(group: StepGroup) -> bytes:
-    """The bytes of a step group; raises a ValueError if its names take more bytes than a header may have."""
+def encode(group: StepGroup, may_deflate: bool = True) -> bytes:
+    """The bytes of a step group, deflated if it has supports; raises a ValueError if its names take more bytes than a
+    header may have."""
     steps, ends = group.steps, group.ends
     arrays = _arrays_of(steps) | _arrays_of(ends)
     names = (steps.uids, steps.stop_reasons, steps.notes, ends.uids, ends.stop_reasons, ends.infos)
@@ -89,7 +90,9 @@ def encode(group: StepGroup) -> bytes:
             f"{sum(map(len, names))} uids, stop reasons, notes and infos in several messages"
         )
     message = _framed(STEP_GROUP, head, arrays)
-    return message if steps.support_U is None else _framed(DEFLATED, zlib.compress(message), {})
+    if steps.support_U is None or not may_deflate:
+        return message
+    return _framed(DEFLATED, zlib.compress(message, level=1), {})  # the default level takes four times as long
 
 
 def decode(data: bytes | memoryview, limits: Limits | None) -> StepGroup | Refusal:

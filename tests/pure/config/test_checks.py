@@ -45,6 +45,7 @@ algorithm.correction.truncate  algorithm.correction.truncate=token
 algorithm.correction.token_band  algorithm.correction.token_band=[2.0,0.5]
 generator.quantization  generator.quantization=fp8
 generator.quantization  generator.quantization=fp8 & algorithm.correction.truncate_at=1.5
+weights.verify  weights.verify=true & generator.quantization=fp8 & algorithm.correction.token_band=[0.5,2.0]
 scorers.judge  scorers.judge.weight=2
 scorers.judge.use  scorers.judge.use=judge
 scorers.judge  scorers.judge.url=http://h
