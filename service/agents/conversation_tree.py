@@ -95,6 +95,8 @@ class AgentCall:
     """The role that the client names for the conversation; None: the client names no role."""
     delivered: bool = False
     """Whether the client has received the reply, as far as the server can tell."""
+    mark: str = ""
+    """The gateway's mark of the newest request that the reply answered."""
     is_restored: bool = False
     """Whether an earlier process sampled the call: the reply is parsed from the tokens when a client repeats the
     request."""
@@ -366,15 +368,17 @@ class ConversationTree:
             named=opened.named,
         )
 
-    def replayed(self, body: str, is_retry: bool = False, tools: Sequence[Tool] = ()) -> AgentCall | None:
+    def replayed(
+        self, body: str, is_retry: bool = False, tools: Sequence[Tool] = (), mark: str = ""
+    ) -> AgentCall | None:
         """The earlier call that answers a repeated request; None if the policy has to be called. `tools`: the request's
-        tools.
+        tools; `mark`: the gateway's mark of the request.
 
         Some clients do not mark retries. So until a reply is delivered, a request with the same body counts as a retry;
-        after the delivery, such a request asks for another sample.
+        after the delivery, such a request asks for another sample, unless the gateway repeats the delivered one.
         """
         call = self._newest_of.get(body)
-        if call is None or (call.delivered and not is_retry):
+        if call is None or (call.delivered and not is_retry and (not mark or call.mark != mark)):
             return None
         return self._parsed(call, tools)
 

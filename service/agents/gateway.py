@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from io import BytesIO
 
@@ -29,7 +31,17 @@ from yarl import URL
 from service.agents.dialects.dialect import Refused
 from service.agents.listening import Listener
 from service.agents.policy_calls import COMMENT, dialect_of
-from service.agents.requests import BODY_SECONDS, NO_ROOM, ROOM_SECONDS, STREAM, error_answer, is_connected, key_of
+from service.agents.requests import (
+    BODY_SECONDS,
+    MARK_HEADER,
+    MAX_OPEN_BODIES,
+    NO_ROOM,
+    ROOM_SECONDS,
+    STREAM,
+    error_answer,
+    is_connected,
+    key_of,
+)
 from service.agents.server import CLOSING
 from service.agents.session import MAX_BODY_BYTES
 from service.agents.sessions import EVALUATION, name_of
@@ -48,6 +60,11 @@ PROBE_SECONDS = 5.0
 """Maximum seconds for a generator's answer whether it holds a session."""
 MAX_BREAKS = 16
 """Number of times that a request may break its connection to a generator; then it is answered with 503."""
+ALL = ""
+"""Stands for all sessions, none of which has this name."""
+MAX_HELD_BYTES = MAX_OPEN_BODIES * MAX_OPEN_BODIES * MAX_BODY_BYTES
+"""Maximum bytes of the bodies of all requests in progress, of which one session may have a part in `MAX_OPEN_BODIES`.
+A body is kept until its request is answered, so that it can be sent again."""
 MAX_HOLDERS = 1 << 14
 """Maximum number of sessions whose holder is remembered."""
 HOP_HEADERS = frozenset(
@@ -85,6 +102,10 @@ class Gateway:
         """(address, time at which the generator said that it serves) by the generator's name."""
         self._holders: dict[str, str] = {}
         """Address of the generator that held a session last, by the session's name."""
+        self._looks: dict[str, asyncio.Task[str | None]] = {}
+        """Searches for the holder of a session, by the session's name; all its waiting requests share one."""
+        self._held: Counter[str] = Counter()
+        """Bytes of the bodies of requests in progress, by the session's name, and of all together (`ALL`)."""
         self._http: aiohttp.ClientSession | None = None
         self._began = 0.0
         """Time at which the gateway began to listen."""
@@ -101,6 +122,8 @@ class Gateway:
     async def stop(self) -> None:
         """Close all connections."""
         await self._listener.stop()
+        for look in self._looks.values():
+            look.cancel()
         if self._http is not None:
             await self._http.close()
 
@@ -136,11 +159,43 @@ class Gateway:
         key = key_of(request)
         if not (name := name_of(self._secret, key)):
             raise Refused(401, None, "the key is that of no session", "invalid_api_key")
-        body = await _read(request)
+        parts = list[bytes]()
+        try:
+            await self._read(request, name, parts)
+            parts[:] = [b"".join(parts)]
+            return await self._answer(request, name, key, *parts)
+        finally:
+            size = sum(map(len, parts))
+            self._held -= Counter({name: size, ALL: size})  # names without bytes go
+
+    async def _read(self, request: web.Request, name: str, parts: list[bytes]) -> None:
+        """Add to `parts` the body as it was sent, of which at most one byte more is kept than any session accepts.
+
+        Raises:
+            Refused: the body is late (408), or cannot be read (400); there is no room for it (503).
+        """
+        left = MAX_BODY_BYTES + 1
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while left > 0 and (part := (await request.content.readany())[:left]):
+                    of_session, of_all = self._held[name] + len(part), self._held[ALL] + len(part)
+                    if of_session > MAX_HELD_BYTES // MAX_OPEN_BODIES or of_all > MAX_HELD_BYTES:
+                        raise Refused(NO_ROOM, None, "bodies of other requests are in the way", "overloaded")
+                    parts.append(part)
+                    self._held[name], self._held[ALL] = of_session, of_all
+                    left -= len(part)
+        except TimeoutError as error:
+            raise Refused(408, None, f"the body did not come within {BODY_SECONDS:.0f} s") from error
+        except web.RequestPayloadError as error:
+            raise Refused(400, None, f"the body cannot be read: {error}") from error
+
+    async def _answer(self, request: web.Request, name: str, key: str, body: bytes) -> web.StreamResponse:
+        headers = _of_both_ways(request.headers)
+        headers[MARK_HEADER] = secrets.token_hex(8)
         for _ in range(MAX_BREAKS):
             address = self._holders.get(name) or await self._holder(name, key)
             try:
-                if (response := await self._passed_on(request, address, body)) is not None:
+                if (response := await self._passed_on(request, address, headers, body)) is not None:
                     return response
             except aiohttp.ClientError as error:
                 if not is_connected(request):
@@ -152,7 +207,9 @@ class Gateway:
             await asyncio.sleep(LOOK_SECONDS)
         raise Refused(NO_ROOM, None, "the generator was lost again and again; send the request again", "overloaded")
 
-    async def _passed_on(self, request: web.Request, address: str, body: bytes) -> web.StreamResponse | None:
+    async def _passed_on(
+        self, request: web.Request, address: str, headers: CIMultiDict[str], body: bytes
+    ) -> web.StreamResponse | None:
         """The answer of the generator at `address`, as it was passed on to the client; None if the generator does not
         hold the session, or sent nothing but comments.
 
@@ -160,7 +217,6 @@ class Gateway:
             ConnectionError: the generator was lost within an answer of which the client has a part.
         """
         url = URL(address + request.rel_url.raw_path_qs, encoded=True)
-        headers = _of_both_ways(request.headers)
         data = BytesIO(body) if len(body) >= IN_PARTS_BYTES else body or None
         sending = self._client.request(request.method, url, data=data, headers=headers, skip_auto_headers=OWN_HEADERS)
         stream = request.get(STREAM)
@@ -195,27 +251,40 @@ class Gateway:
         Raises:
             Refused: 409 if the session has ended, 503 if no generator holds it for `WAIT_SECONDS`.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + WAIT_SECONDS
+        deadline = asyncio.get_running_loop().time() + WAIT_SECONDS
         while True:
-            addresses = [at for at, said in self._generators.values() if loop.time() - said < SILENT_SECONDS]
-            statuses = await asyncio.gather(*(self._ask(address, name, key) for address in addresses))
-            found = dict(zip(statuses, addresses, strict=True))
-            if (held := found.get(HELD)) is not None:
-                self._holders[name] = held
-                if len(self._holders) > MAX_HOLDERS:
-                    del self._holders[next(iter(self._holders))]
+            if (look := self._looks.get(name)) is None:
+                look = self._looks[name] = asyncio.ensure_future(self._look(name, key))
+                look.add_done_callback(lambda done: self._looks.pop(name))
+            if (held := await asyncio.shield(look)) is not None:
                 return held
-            is_over = not await self._continues(name)
-            if ENDED in found and (is_over or name.startswith(EVALUATION)):  # that generator answers a repeated end
-                return found[ENDED]
-            knows_all = 0 not in found and loop.time() > self._began + SILENT_SECONDS
-            if is_over and knows_all:
-                raise Refused(ENDED, None, "the session has ended")
-            if loop.time() > deadline:
+            if asyncio.get_running_loop().time() > deadline:
                 reason = f"no generator has held the session for {WAIT_SECONDS:.0f} s; send the request again"
                 raise Refused(NO_ROOM, None, reason, "overloaded")
-            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _look(self, name: str, key: str) -> str | None:
+        """Ask all generators for a session once; None, after a pause, if none holds it and it goes on.
+
+        Raises:
+            Refused: 409 if the session has ended.
+        """
+        now = asyncio.get_running_loop().time()
+        addresses = [at for at, said in self._generators.values() if now - said < SILENT_SECONDS]
+        statuses = await asyncio.gather(*(self._ask(address, name, key) for address in addresses))
+        found = dict(zip(statuses, addresses, strict=True))
+        if (held := found.get(HELD)) is not None:
+            self._holders[name] = held
+            if len(self._holders) > MAX_HOLDERS:
+                del self._holders[next(iter(self._holders))]
+            return held
+        is_over = not await self._continues(name)
+        if ENDED in found and (is_over or name.startswith(EVALUATION)):  # that generator answers a repeated end
+            return found[ENDED]
+        knows_all = 0 not in found and now > self._began + SILENT_SECONDS
+        if is_over and knows_all:
+            raise Refused(ENDED, None, "the session has ended")
+        await asyncio.sleep(LOOK_SECONDS)
+        return None
 
     async def _ask(self, address: str, name: str, key: str) -> int:
         """The status of a generator's answer about a session; 0: it does not answer."""
@@ -238,25 +307,6 @@ class Gateway:
         if self._http is None:
             raise RuntimeError("the gateway has not started")
         return self._http
-
-
-async def _read(request: web.Request) -> bytes:
-    """The body as it was sent, of which at most one byte more is kept than any session accepts.
-
-    Raises:
-        Refused: the body is late (408), or cannot be read (400).
-    """
-    parts, left = list[bytes](), MAX_BODY_BYTES + 1
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while left > 0 and (part := await request.content.readany()):
-                parts.append(part[:left])
-                left -= len(part)
-    except TimeoutError as error:
-        raise Refused(408, None, f"the body did not come within {BODY_SECONDS:.0f} s") from error
-    except web.RequestPayloadError as error:
-        raise Refused(400, None, f"the body cannot be read: {error}") from error
-    return b"".join(parts)
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

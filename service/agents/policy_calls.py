@@ -25,7 +25,7 @@ from service.agents.dialects.dialect import MODEL, CallAnswer, CallRequest, Dial
 from service.agents.dialects.generate import GENERATE
 from service.agents.dialects.messages import MESSAGES
 from service.agents.dialects.responses import RESPONSES, with_items
-from service.agents.requests import STREAM, TOO_LARGE, Requests, is_connected, is_retry, role_named
+from service.agents.requests import MARK_HEADER, STREAM, TOO_LARGE, Requests, is_connected, is_retry, role_named
 from service.agents.session import Session
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class PolicyCalls:
         first, *others = (CallAnswer(call, int(time.time()), of) for call, of in zip(calls, pieces, strict=True))
         response = await _write(request, dialect, asked, first._replace(others=others))
         for call in calls:
-            call.delivered = call.delivered or is_connected(request)
+            call.delivered, call.mark = call.delivered or is_connected(request), request.headers.get(MARK_HEADER, "")
             self._requests.undelivered += not call.delivered
         return response
 
@@ -115,7 +115,8 @@ class PolicyCalls:
         try:
             async with self._requests.prompt(request, session, read) as (asked, opened, name):
                 names = (f"{name}/{index}" if index else name for index in range(asked.n))
-                calls = [session.begin(asked, opened, sample, is_retry(request)) for sample in names]
+                repeated = is_retry(request), request.headers.get(MARK_HEADER, "")
+                calls = [session.begin(asked, opened, sample, *repeated) for sample in names]
         except Refused as refused:
             if refused.status == TOO_LARGE:
                 raise session.too_long(refused.reason) from refused

@@ -47,6 +47,8 @@ ROOM_SECONDS = 30.0
 KEY_HEADERS = ("x-api-key", "api-key", "x-goog-api-key")
 """Headers in which clients of Anthropic, Azure and Google send the key."""
 ROLE_HEADER = "X-Baton-Role"
+MARK_HEADER = "X-Baton-Mark"
+"""Header with which the gateway marks each request, so that its own repetition of the request is no other call."""
 CONVERSATIONS = (Role.MAIN, Role.SUB, Role.AUX)
 """Roles that a conversation can have in every run."""
 STREAM = web.RequestKey("stream", web.StreamResponse)

@@ -23,7 +23,7 @@ from service.agents.dialects.dialect import MODEL, Refused, openai_error
 from service.agents.dialects.messages import read_to_count
 from service.agents.listening import Listener
 from service.agents.policy_calls import COUNT_TOKENS, NAMED, PolicyCalls, dialect_of
-from service.agents.requests import NO_ROOM, STREAM, Requests, key_of
+from service.agents.requests import NO_ROOM, SESSION, STREAM, Requests, key_of
 from service.agents.session import Outcome, Session
 from service.agents.sessions import Sessions
 from service.handoff.steps.values import NEEDED
@@ -89,9 +89,13 @@ class Endpoint:
         except NotAllowed as wrong:  # in the body with which an agent ends its session
             field = re.split(r"\W", wrong.detail, maxsplit=1)[0]
             response = await self.requests.refuse(request, dialect, Refused(400, field, wrong.detail))
-        except Exception:  # a bug, or the engine died: the client gets an error in its dialect
+        except Exception:  # a bug, or the engine died, and another generator continues the session
             log.exception("a request of dialect %s failed", dialect.name)
-            response = await self.requests.refuse(request, dialect, Refused(500, None, "the endpoint failed"))
+            session = request.get(SESSION)
+            if session is not None and session.moves:
+                response = _cut(request)
+            else:
+                response = await self.requests.refuse(request, dialect, Refused(500, None, "the endpoint failed"))
         if self.is_abandoned:
             response = _cut(request)
         if response.status in CLOSING:

@@ -267,14 +267,14 @@ class Session:
         self._tokens = sum(len(call.carried_ids) + len(call.response.token_ids) for call in self.tree.calls)
 
     def begin(
-        self, asked: CallRequest, opened: PreparedCall, body: str, is_retry: bool = False
+        self, asked: CallRequest, opened: PreparedCall, body: str, is_retry: bool = False, mark: str = ""
     ) -> asyncio.Future[AgentCall]:
         """Begin the call of the policy that answers the request `asked`, whose prompt is `opened`; returns a future of
         the call.
 
         The call continues even if the client disconnects. A repeated request gets the earlier call while that is
         sampled, and later if `ConversationTree.replayed` finds it. `body` identifies the request; `is_retry`: the
-        client marks the request as a retry.
+        client marks the request as a retry; `mark`: the gateway's mark of the request.
 
         Raises:
             Refused: the session has ended, or the prompt is too long.
@@ -283,7 +283,7 @@ class Session:
         self.refused = ""
         if (flying := self._flying.get(body)) is not None:
             return flying
-        if (known := self.tree.replayed(body, is_retry, opened.tools)) is not None:
+        if (known := self.tree.replayed(body, is_retry, opened.tools, mark)) is not None:
             return _done(known)
         sampling = self._sampling_of(asked)
         if len(opened.prompt_ids) > self._limits.max_input_length:

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import aiohttp
 import pytest
@@ -174,19 +175,82 @@ async def test_a_refusal_after_a_stream_has_begun_is_an_event_of_it(
     assert "has ended" in events_of(said)[-1]["error"]["message"]
 
 
-async def test_work_elsewhere_goes_on_if_the_engine_dies(house: House) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_work_elsewhere_goes_on_if_the_engine_dies_and_its_client_gets_no_error(
+    house: House, http: aiohttp.ClientSession, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_calls, "KEEP_ALIVE_SECONDS", 0.02)
     session = house.session()
     session.recorded = asyncio.get_running_loop().create_future()
     house.say = lambda prompt: RunFailed("the engine died")
+    house.sampling.clear()
     waiting = asyncio.create_task(session.until_finished(60.0))
-    async with aiohttp.ClientSession() as http:
-        assert (await Client(http, house, session.key).post(CHAT, ChatTalk("age ?").body()))[0] == 500
+    asyncio.get_running_loop().call_later(0.1, house.sampling.set)
+    with pytest.raises(aiohttp.ClientError):
+        await Client(http, house, session.key).post(CHAT, {**ChatTalk("age ?").body(), "stream": stream})
     await asyncio.wait({waiting})
     assert session.moves and waiting.cancelled()
     house.sessions.remove(session)
     with pytest.raises(Refused) as unknown:
         house.sessions.find(session.key)
     assert unknown.value.status == 401, "the session has not ended"
+
+
+async def test_an_answer_that_the_gateway_lost_is_answered_again_and_an_equal_call_is_another_step(
+    house: House, front: Front, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, passed_on = [aiohttp.ServerDisconnectedError()], front.gateway._passed_on
+
+    async def loses(*arguments: Any) -> Any:
+        answer = await passed_on(*arguments)
+        if losses:
+            raise losses.pop()
+        return answer
+
+    monkeypatch.setattr(front.gateway, "_passed_on", loses)
+    client, talk = Client(http, front, house.session().key), ChatTalk("age ?")
+    assert (await client.post(CHAT, talk.body()))[0] == 200 and len(house.steps) == 1
+    assert (await client.post(CHAT, talk.body()))[0] == 200 and len(house.steps) == 2
+
+
+async def test_waiting_calls_of_a_session_look_for_it_together_until_the_gateway_stops(
+    house: House, front: Front, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ask = list[str](), front.gateway._ask
+
+    async def count(address: str, name: str, key: str) -> int:
+        asked.append(name)
+        return await ask(address, name, key)
+
+    monkeypatch.setattr(front.gateway, "_ask", count)
+    session = house.session()
+    house.sessions._open.clear()
+    calls = [asyncio.create_task(Client(http, front, session.key).post(CHAT, {"n": n})) for n in range(20)]
+    await asyncio.sleep(0.5)
+    assert 1 < len(asked) < 5
+    await front.gateway.stop()
+    assert all(isinstance(lost, aiohttp.ClientError) for lost in await asyncio.gather(*calls, return_exceptions=True))
+    assert not [task for task in asyncio.all_tasks() if "Gateway." in repr(task)]
+
+
+async def test_bodies_beyond_the_gateways_room_get_503_until_others_are_answered(
+    house: House, front: Front, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateways, "MAX_HELD_BYTES", 8000)
+    monkeypatch.setattr(gateways, "MAX_OPEN_BODIES", 2)
+    one, other, third = (Client(http, front, house.session(number).key) for number in range(3))
+    body = ChatTalk(f"age {'?' * 2500}").body()
+    house.accepting.clear()
+    waiting = [asyncio.create_task(one.post(CHAT, body))]
+    await until(lambda: len(house.steps) == 1)
+    assert (await one.post(CHAT, body))[0] == 503, "more than its share"
+    waiting.append(asyncio.create_task(other.post(CHAT, body)))
+    await until(lambda: len(house.steps) == 2)
+    full = await third.answer(CHAT, body)
+    assert (full.status, full.headers["Retry-After"]) == (503, "1")
+    house.accepting.set()
+    assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
+    assert (await third.post(CHAT, body))[0] == 200 and not front.gateway._held
 
 
 async def test_an_answer_whose_client_has_left_is_undelivered(
