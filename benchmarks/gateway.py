@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import uvloop
 from aiohttp import web
 
 from service.agents.gateway import Gateway
@@ -82,7 +83,7 @@ async def measured(direct: str, through: str) -> dict[str, float]:
 
 
 def _run(part: Any, *arguments: Any) -> None:
-    asyncio.run(part(*arguments))
+    uvloop.run(part(*arguments))  # as the actors of Ray do
 
 
 def main() -> None:

@@ -303,7 +303,7 @@ class Generator(ImageHolder, Supervised):
 
     async def status(self) -> dict[str, Any]:
         """Return the generator's waits and failures, and its counts since the start."""
-        outbox = self._joined.outbox if self._joined is not None else None
+        outbox, agents = self._joined.outbox if self._joined is not None else None, self._player.agents
         return {
             "name": self._name,
             "pid": os.getpid(),
@@ -311,6 +311,7 @@ class Generator(ImageHolder, Supervised):
             "wait_seconds": self._activity.seconds,
             "counts": dict(self._counts),
             "failures": self._player.failures | (outbox.last_refusals if outbox is not None else {}),
+            "sessions": len(agents.open_trajectories()) if agents is not None else 0,
             "refusals": dict(outbox.refusals) if outbox is not None else {},
         }
 

@@ -134,7 +134,7 @@ class Agents:
         url = self._route.url if self._route is not None else ""
         session.base_url = f"{url or self.address}/s/{session.name}/v1"
         try:
-            run = guard.play(session, task, seed, resumes=restored is not None)
+            run = guard.play(session, task, seed, resumes=restored is not None, spent=session.age)
             return await self._played(session, task, guard, run, sink)
         finally:
             self.sessions.remove(session)

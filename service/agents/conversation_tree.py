@@ -56,6 +56,8 @@ class CallNote(msgspec.Struct, frozen=True, array_like=True):
     has_tools: bool = False
     """Whether the client offered tools; recorded for roots only."""
     named: str | None = None
+    age: float = 0.0
+    """Seconds for which the session had been open."""
 
 
 class Beginning(NamedTuple):
@@ -101,13 +103,12 @@ class AgentCall:
     """Whether an earlier process sampled the call: the reply is parsed from the tokens when a client repeats the
     request."""
 
-    @property
-    def note(self) -> str:
-        """The note of the call's step: a `CallNote` as JSON."""
+    def note(self, age: float) -> str:
+        """The note of the call's step: a `CallNote` as JSON; `age`: seconds for which the session has been open."""
         parent = -1 if self.parent is None else self.parent.index
         system = self.begun.system.hex() if self.begun is not None else None
         has_tools = self.begun is not None and self.begun.has_tools
-        note = CallNote(self.name, parent, self.how, self.body, self.after.hex(), system, has_tools, self.named)
+        note = CallNote(self.name, parent, self.how, self.body, self.after.hex(), system, has_tools, self.named, age)
         return msgspec.json.encode(note).decode()
 
     @property
@@ -303,17 +304,19 @@ class ConversationTree:
         leaves = (each for each in reversed(earlier) if each.index not in continued)
         return longest_prefix(call.carried_ids, ((leaf.index, leaf.token_ids()) for leaf in islice(leaves, COMPARED)))
 
-    def restore(self, steps: Steps) -> None:
-        """Restore the calls that an earlier process sampled, from their `steps`, which the buffer accepted.
+    def restore(self, steps: Steps) -> float:
+        """Restore the calls that an earlier process sampled, from their `steps`, which the buffer accepted; returns the
+        age of the session in seconds at the last of them.
 
         Tokens come from the steps; a reply is parsed from its tokens again if a client repeats the request.
 
         Raises:
             ValueError: a step is missing, or is not a call of this session.
         """
-        prefixes, objects = StepTree(), step_objects(steps)
+        prefixes, objects, age = StepTree(), step_objects(steps), 0.0
         for place, k in enumerate(np.argsort(steps.index_K, kind="stable").tolist()):
             step, note = objects[k], _note_of(objects[k], place)
+            age = note.age
             token_ids = prefixes.add(steps, k).tokens()
             parent = self.calls[note.parent] if note.parent >= 0 else None
             before = parent.token_ids() if parent is not None else token_ids[:0]
@@ -334,6 +337,7 @@ class ConversationTree:
             if parent is not None:
                 parent.delivered = True  # the client received the calls that it continued
             self._keep(call, token_ids)
+        return age
 
     def _keep(self, call: AgentCall, token_ids: Int32s) -> None:
         if call.after:

@@ -106,7 +106,8 @@ class Gateway:
         """Searches for the holder of a session, by the session's name; all its waiting requests share one."""
         self._held: Counter[str] = Counter()
         """Bytes of the bodies of requests in progress, by the session's name, and of all together (`ALL`)."""
-        self._http: aiohttp.ClientSession | None = None
+        self._http: aiohttp.ClientSession
+        """Set by `start`."""
         self._began = 0.0
         """Time at which the gateway began to listen."""
 
@@ -124,8 +125,7 @@ class Gateway:
         await self._listener.stop()
         for look in self._looks.values():
             look.cancel()
-        if self._http is not None:
-            await self._http.close()
+        await self._http.close()
 
     def serves(self, generator: str, address: str) -> None:
         """Note that a generator serves its sessions at this address."""
@@ -218,7 +218,7 @@ class Gateway:
         """
         url = URL(address + request.rel_url.raw_path_qs, encoded=True)
         data = BytesIO(body) if len(body) >= IN_PARTS_BYTES else body or None
-        sending = self._client.request(request.method, url, data=data, headers=headers, skip_auto_headers=OWN_HEADERS)
+        sending = self._http.request(request.method, url, data=data, headers=headers, skip_auto_headers=OWN_HEADERS)
         stream = request.get(STREAM)
         async with sending as answer:
             if answer.status == UNKNOWN:
@@ -277,8 +277,9 @@ class Gateway:
             if len(self._holders) > MAX_HOLDERS:
                 del self._holders[next(iter(self._holders))]
             return held
-        is_over = not await self._continues(name)
-        if ENDED in found and (is_over or name.startswith(EVALUATION)):  # that generator answers a repeated end
+        is_evaluation = name.startswith(EVALUATION)  # of which only its generator knows
+        is_over = not is_evaluation and not await self._is_open(TrajectoryId(*map(int, name.split("-"))))
+        if ENDED in found and (is_over or is_evaluation):  # that generator answers a repeated end
             return found[ENDED]
         knows_all = 0 not in found and now > self._began + SILENT_SECONDS
         if is_over and knows_all:
@@ -291,22 +292,10 @@ class Gateway:
         timeout, headers = aiohttp.ClientTimeout(total=PROBE_SECONDS), {"Authorization": f"Bearer {key}"}
         try:
             url = f"{address}/rl/sessions/{name}"
-            async with self._client.get(url, headers=headers, timeout=timeout) as answer:
+            async with self._http.get(url, headers=headers, timeout=timeout) as answer:
                 return answer.status
         except (aiohttp.ClientError, TimeoutError):
             return 0
-
-    async def _continues(self, name: str) -> bool:
-        """Whether a session that no generator holds may be opened by one."""
-        if name.startswith(EVALUATION):  # only its generator knows
-            return True
-        return await self._is_open(TrajectoryId(*map(int, name.split("-"))))
-
-    @property
-    def _client(self) -> aiohttp.ClientSession:
-        if self._http is None:
-            raise RuntimeError("the gateway has not started")
-        return self._http
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -114,7 +114,8 @@ class Session:
         self.base_url = ""
         """The address that clients call."""
         self.began = asyncio.get_running_loop().time()
-        """Time at which this process opened the session, on the event loop's clock in seconds."""
+        """Time at which the session was opened first, on the event loop's clock in seconds, without the time from the
+        last step in another process to the opening here."""
         self.heard = self.began
         """Time of the last request of the agent, on the event loop's clock in seconds."""
         self.moves = False
@@ -228,7 +229,7 @@ class Session:
 
     @property
     def age(self) -> float:
-        """Seconds for which the session has been open in this process."""
+        """Seconds for which the session has been open, since `began`."""
         return asyncio.get_running_loop().time() - self.began
 
     @property
@@ -262,7 +263,7 @@ class Session:
         Raises:
             ValueError: a step is missing, or is not a call of this session.
         """
-        self.tree.restore(steps)
+        self.began -= self.tree.restore(steps)
         self._calls = len(self.tree.calls)
         self._tokens = sum(len(call.carried_ids) + len(call.response.token_ids) for call in self.tree.calls)
 
@@ -462,7 +463,7 @@ class Session:
             routed_experts=experts_of(generation.routed_experts, n_total, n_carried),
             support_size=response.support_size,
             support=response.support,
-            note=call.note,
+            note=call.note(round(self.age, 3)),
         )
 
     def _landed(self, body: str, task: asyncio.Task[AgentCall]) -> None:

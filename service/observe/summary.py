@@ -71,6 +71,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
             lines.append(f"scorer {name}: {failures} failures, {lost}; the last: {of['last_failure']}")
     if restarts := summary.get("restarts"):
         lines.append(f"restarts: {', '.join(f'{name} {times}' for name, times in restarts.items())}")
+    if cut := summary.get("sessions_cut"):
+        lines.append(f"sessions of agents that were open and were cut: {cut}")
     if binding := summary.get("binding"):
         lines.append(f"bound by {binding['part']}: {binding['sentence']}")
     elif shares := summary.get("time"):

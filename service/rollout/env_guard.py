@@ -127,10 +127,13 @@ class EnvGuard:
         result: StepResult = await self._ask("step", lambda environment: environment.step(text), read, name)
         return result
 
-    async def play(self, session: AgentSession, task: Task, seed: int, resumes: bool = False) -> None:
-        """Make the agent and call its `play`, or `resume`; the agent gives its result to the session."""
+    async def play(
+        self, session: AgentSession, task: Task, seed: int, resumes: bool = False, spent: float = 0.0
+    ) -> None:
+        """Make the agent and call its `play`, or `resume`; the agent gives its result to the session. `spent`: seconds
+        of its deadline that have passed."""
         method = "resume" if resumes else "play"
-        await self._ask("play", lambda agent: call_agent(getattr(agent, method), session, task, seed))
+        await self._ask("play", lambda agent: call_agent(getattr(agent, method), session, task, seed), spent=spent)
 
     async def close(self, trajectory: TrajectoryId) -> None:
         """End the episode. Errors are only logged, because the trajectory is already over."""
@@ -154,9 +157,10 @@ class EnvGuard:
         make: Callable[[Any], Awaitable[Any]],
         read: Callable[[Any], Any] = lambda result: None,
         name: str = "",
+        spent: float = 0.0,
     ) -> Any:
         """Call a method and return a copy of its result, made by `read`; `name`: the call's name in the timeline, by
-        default `method`."""
+        default `method`; `spent`: seconds of its deadline that have passed."""
         loop = asyncio.get_running_loop()
         if self._task is None:
             self._task = loop.create_task(self._serve(), name=self.name)
@@ -165,7 +169,7 @@ class EnvGuard:
         self._calls.put_nowait(_EnvironmentCall(method, make, read, answer))
         either: set[asyncio.Future[Any]] = {answer, self._task}
         try:
-            await asyncio.wait(either, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=deadline - spent, return_when=asyncio.FIRST_COMPLETED)
         finally:  # also when the trajectory is cancelled
             if self._answered is not None and method != "play":  # this call lasts as long as the trajectory
                 self._answered(name or method, began)

@@ -315,6 +315,21 @@ async def test_a_session_outlives_its_generators_process(model: Path, tasks: lis
         whole([*step_objects(steps), *later])  # the reference holds
 
 
+async def test_the_deadline_of_an_agent_is_that_of_its_session_in_all_generators(
+    model: Path, tasks: list[Task]
+) -> None:
+    async with aclosing(Served(model)) as served:
+        served.play(tasks[0])
+        await served.handed()
+        served.agents.sessions.open()[0].began -= 3600
+        await served.post(CHAT, asked(tasks[0]))
+        steps = steps_table(step_objects(served.sink.steps()))
+    for deadline, is_over in ((3600.0, True), (7200.0, False)):
+        async with aclosing(Served(model, deadline=deadline, silence=0.5)) as again:
+            assert again.player.restore(OF, tasks[0], steps, again.sink)
+            assert ((await again.play(tasks[0])).stop_reason == "environment_timeout") is is_over
+
+
 async def test_only_an_agent_that_can_resume_is_restored(model: Path, tasks: list[Task]) -> None:
     async with aclosing(Served(model, silence=0.2)) as served:
         assert served.player.restore(OF, tasks[0], steps_table(()), served.sink)

@@ -94,7 +94,7 @@ def test_a_line_says_what_bound_the_step_and_how_long_the_run_still_takes(tmp_pa
     assert second["timing/since_start"] - first["timing/since_start"] == 8.0
     assert datetime.fromisoformat(second["time"]).tzinfo is UTC
     judge = {"scored": 9, "refused": 3, "fallbacks": 0, "failures": {"raised": 6}, "last_failure": "raised: judge.py:7"}
-    told = {"failing": "in the last 5 steps 12 failures", "restarts": {"buffer": 2}, "binding": None}
+    told = {"failing": "in the last 5 steps 12 failures", "restarts": {"buffer": 2}, "sessions_cut": 3}
     going.end("finished", BUFFER | {"scorers": {"judge": judge}}, [], told)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert "failing: in the last 5 steps 12 failures" in summary_lines(summary)
@@ -104,7 +104,7 @@ def test_a_line_says_what_bound_the_step_and_how_long_the_run_still_takes(tmp_pa
     assert (
         "scorer judge: 6 failures, 3 groups refused and 0 without it of 9 scored; the last: raised: judge.py:7" in lines
     )
-    assert "restarts: buffer 2" in lines
+    assert {"restarts: buffer 2", "sessions of agents that were open and were cut: 3"} <= {*lines}
     bound = {"part": "scorers", "sentence": "scorers 90%, trainer 10% of the last 2 min"}
     assert f"bound by scorers: {bound['sentence']}" in summary_lines(summary | {"binding": bound})
 
