@@ -48,8 +48,9 @@ class RunTelemetry(Reporter):
             "mini_batch_size": config.trainer.mini_batch_size,
             "lookahead": config.buffer.lookahead,
             "max_staleness": config.buffer.max_staleness,
+            "long_batch": (thresholds := AlertThresholds.of(config)).long_batch,
         }
-        measure_run(self.metrics, AlertThresholds.of(config), self._shown["name"], installed_version())
+        measure_run(self.metrics, thresholds, self._shown["name"], installed_version())
 
     def doing(self, state: str, **detail: Any) -> None:
         """Report the present state of the trainer as a whole: waiting, step, commit, weights, checkpoint, ..."""

@@ -28,6 +28,7 @@ async def run_under_way(steps: int) -> AsyncIterator[tuple[str, MetricsHub]]:
         "name": "<b>quick</b>",
         "state": "training",
         "max_steps": 100,
+        "long_batch": 54,
         "policy_version": policy,
         "generators": 1,
         "stepped": time.time() - 7200,
@@ -78,6 +79,7 @@ async def test_the_page_shows_the_run_without_errors_at_both_sizes(size: str, tm
         notes = await page.value("document.querySelector('#notes').innerText")
         assert "12 failures in 96 trajectories <b>" in notes and "never-solved" in notes
         assert await page.value("document.querySelectorAll('.chart svg path').length") == 5
+        assert "; long above 54" in await page.value("document.querySelector('#charts').textContent")
         assert "groups: 11 of 16" in await page.value("document.querySelector('#waits').textContent")
         assert await page.value("document.querySelectorAll('#actors tr').length") == 3
         wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"

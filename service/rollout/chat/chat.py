@@ -172,8 +172,14 @@ class Chat:
     def notes(self, has_tools: bool) -> list[str]:
         """Warnings about parts of tools that the template omits; `has_tools`: whether prompts may have tools."""
         answers = "answers of tools are messages of the user: the chat template refuses, drops or moves them"
+        calls = "the chat template leaves out earlier calls of tools where it renders a conversation again"
         tools = "the chat template shows no tools: describe them in the messages"
-        return [answers] * (self.tool_form.place == "user") + [tools] * (has_tools and not self.shows_tools)
+        notes = [answers] * (self.tool_form.place == "user")
+        if has_tools:
+            with suppress(MessagesRefused):
+                notes += [calls] * (MARK not in self._render(called([ANSWER], MARK)))
+            notes += [tools] * (not self.shows_tools)
+        return notes
 
     @cached_property
     def shows_tools(self) -> bool:
