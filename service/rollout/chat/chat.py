@@ -39,7 +39,7 @@ from service.config.rollout import GeneratorConfig
 from service.errors import UserError
 from service.model_folder import declared_ends, head_rows, highest_id, is_model_folder
 from service.rollout.chat.tokenizer import load_tokenizer
-from service.rollout.chat.tool_form import FORMS, ToolForm, called, has_answer
+from service.rollout.chat.tool_form import FORMS, ToolForm, called
 from service.rollout.environment import Message, is_text
 from service.types import Int32s
 
@@ -234,7 +234,7 @@ class Chat:
 
     def _following(self, messages: Sequence[Message]) -> str:
         """The text between a response and the next turn."""
-        if has_answer(messages) and self.tool_form.place == "called":
+        if any(message["role"] == "tool" for message in messages) and self.tool_form.place == "called":
             try:
                 return self._after_call(self._render(called(messages, MARK)))
             except MessagesRefused:  # some templates allow one call in a turn (Llama)

@@ -78,10 +78,5 @@ def called(answers: Sequence[Message], mark: str, most: int | None = None) -> li
     ]
 
 
-def has_answer(messages: Sequence[Message]) -> bool:
-    """Whether a message is a tool's answer."""
-    return any(message["role"] == "tool" for message in messages)
-
-
 def _short(call_id: str) -> str:
     return xxhash.xxh3_64_hexdigest(call_id.encode(errors="replace"))[:9]
