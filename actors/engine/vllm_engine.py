@@ -333,8 +333,7 @@ def _checked_experts(model_folder: Path, generation: Generation) -> np.dtype[Any
 
 
 def build(arguments: dict[str, Any], with_load: bool = False) -> tuple[AsyncLLM, LoadRecorder | None]:
-    """Start an engine whose processes end with this one. Returns the engine, and what records its load if that is
-    wanted."""
+    """Start an engine; returns it, and what records its load if that is wanted."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

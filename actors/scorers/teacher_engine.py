@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OF_THE_POLICY = ("weight_transfer_config", "enable_return_routed_experts")
+OF_THE_POLICY = ("worker_extension_cls", "weight_transfer_config", "enable_return_routed_experts")
 """Arguments of vLLM that only the policy's engines get, not the engine of a teacher."""
 
 
