@@ -153,9 +153,8 @@ def _read_parquet(path: Path) -> list[Any]:
     try:
         with pq.ParquetFile(path) as file:
             kinds = str(file.schema_arrow)
-            maps = "strict" if "map<" in kinds else None  # which takes five times as long
             for batch in file.iter_batches(BATCH_ROWS):
-                read = batch.to_pylist(maps_as_pydicts=maps)
+                read = batch.to_pylist(maps_as_pydicts="strict" if "map<" in kinds else None)  # dicts are slower
                 is_long = "dictionary<" in kinds or batch.nbytes >= LONG_ROW_BYTES * len(batch)
                 is_odd = is_long or _has_nulls(batch.to_struct_array())
                 rows += [_plain(row, known) for row in read] if is_odd else read

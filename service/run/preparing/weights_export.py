@@ -22,8 +22,7 @@ from service.run.preparing.eval_target import EvalTarget
 def export(model: ModelConfig, target: EvalTarget, manifest: Manifest | None, folder: Path, merged: bool = True) -> int:
     """Write weights that `prepare_weights` has checked to a folder, which appears only once it is complete, in
     `model.dtype`. An adapter is merged into its base in float32, or written alone in PEFT's form. Returns the number of
-    matrices into which it was merged. `UserError` if the checkpoint was deleted meanwhile, or the folder cannot be
-    written."""
+    merged matrices. `UserError` if the checkpoint was deleted meanwhile, or the folder cannot be written."""
     try:
         if model.lora is not None and target.model is None:
             return _export_adapter(model.lora, target, target.begun_with(model), manifest, folder, merged)
