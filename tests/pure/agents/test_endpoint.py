@@ -198,6 +198,14 @@ async def test_tokens_of_a_session_are_bounded_and_responses_shortened_to_what_i
         assert other.text((await client.post(CHAT, other.body() | {"user": "x"}))[1]) == SPENT
     kept = sum(len(step.prompt_ids) + len(step.response_ids) for step in house.steps)
     assert kept == prompt + 5 <= house.max_tokens and session.stop_reason == StopReason.LENGTH
+    house.max_tokens = 2 * prompt + 3 + 12
+    session = house.session(1)
+    async with client_of(house, session) as client:
+        house.say = lambda prompt: "17"  # three tokens, fewer than the call might have sampled
+        await client.post(CHAT, talk.body() | {"user": "a"})
+        house.say = lambda prompt: generated([5] * house.most[-1], "length", sampled_end=False)
+        await client.post(CHAT, talk.body() | {"user": "b", "max_tokens": 500})
+    assert house.most[-2:] == [200, 11]  # one is left for the end that a cut response gets
 
 
 @ALL
