@@ -420,7 +420,7 @@ class Coordinator:
         if state == "finished":
             self._folder.append_trajectories(await ask_buffer(self._buffer.end))
         generators = await self._generator_pool.statuses()
-        await self._generator_pool.stop()
+        await self._generator_pool.stop(resumable=state == "stopped")
         self._telemetry.state(state)
         self._telemetry.stop()
         await self._observer.ended(state, await ask_buffer(self._buffer.status), generators)

@@ -138,7 +138,8 @@ class RunObserver:
     async def ended(self, state: str, status: dict[str, Any], generators: Sequence[dict[str, Any]]) -> None:
         """The run has ended in this state. `status`: of the buffer; `generators`: their statuses."""
         said: dict[str, Any] = {"failing": self._failures.many, "restarts": dict(self._supervisor.restarts)}
-        said["sessions_cut"] = sum(generator.get("sessions", 0) for generator in generators)
+        if state == "finished":
+            said["sessions_cut"] = sum(generator.get("sessions", 0) for generator in generators)
         with suppress(*ACTOR_FAILED):  # without a hub, the summary has the driver's own times
             said["binding"] = await call(self._hub.binding, who="the metrics hub", within=HUB_SECONDS)
         self.progress.end(state, status, generators, said)

@@ -49,7 +49,7 @@ from service.rollout.environment import Task
 from service.rollout.player import AgentPlayer
 from service.rollout.prompts.dataset import load_tasks, task_of
 from service.rollout.run_secret import RunSecret
-from service.types import PolicyVersion, Steps, TrajectoryEnd, TrajectoryId
+from service.types import EvaluationId, PolicyVersion, Steps, TrajectoryEnd, TrajectoryId
 from service.user_code import enter_user_folder
 
 log = logging.getLogger(__name__)
@@ -311,7 +311,7 @@ class Generator(ImageHolder, Supervised):
             "wait_seconds": self._activity.seconds,
             "counts": dict(self._counts),
             "failures": self._player.failures | (outbox.last_refusals if outbox is not None else {}),
-            "sessions": len(agents.open_trajectories()) if agents is not None else 0,
+            "sessions": sum(not isinstance(of, EvaluationId) for of in agents.open_trajectories()) if agents else 0,
             "refusals": dict(outbox.refusals) if outbox is not None else {},
         }
 
@@ -347,9 +347,11 @@ class Generator(ImageHolder, Supervised):
         await outbox.flush()
         await self._ask(self._buffer.leave, self._name, claimer.incarnation, LEAVES)
 
-    async def stop(self) -> None:
-        """End the open trajectories and the engine."""
+    async def stop(self, resumable: bool) -> None:
+        """End the open trajectories and the engine; in a `resumable` run, the work of agents elsewhere goes on."""
         self._stopping = True
+        if resumable:
+            self._player.abandon()
         if self._main is not None:
             self._main.cancel()
             await asyncio.wait([self._main])

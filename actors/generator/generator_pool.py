@@ -274,12 +274,13 @@ class GeneratorPool:
         except (ray.exceptions.RayActorError, Starved):
             return None
 
-    async def stop(self) -> None:
-        """End the open trajectories and the engines; weights that are still being sent are discarded."""
+    async def stop(self, resumable: bool) -> None:
+        """End the open trajectories and the engines; weights that are still being sent are discarded. In a `resumable`
+        run, agents' work elsewhere goes on."""
         self._stopping = True
         self._ended.put_nowait(None)
         self.weights.give_up()
-        stops = (call(generator.stop, who="a generator") for generator in self._generators.values())
+        stops = (call(generator.stop, resumable, who="a generator") for generator in self._generators.values())
         await asyncio.wait([asyncio.gather(*stops, return_exceptions=True)], timeout=STOP_SECONDS)
 
 

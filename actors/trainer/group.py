@@ -13,6 +13,7 @@ import numpy as np
 import ray
 import ray.exceptions
 from numpy.typing import NDArray
+from torch.distributed import DistError
 
 from actors.calls import RESTARTING, answer, call, in_a_line
 from actors.weights.nixl_reads import RemoteMemory
@@ -64,8 +65,13 @@ class TrainerGroup:
             places = await self._start("place")
             self.nodes = [node for node, _ in places]
             await self._start("load", places[0][1], str(model_folder), self.nodes, adapter, self._checkpointing)
-        # a rank may notice sooner than Ray that another one has died; gloo has no errors of its own
         except (ray.exceptions.RayActorError, RuntimeError) as error:
+            # A rank may notice sooner than Ray that another one has died; gloo has no class of errors for it.
+            if (
+                not isinstance(error, ray.exceptions.RayActorError | DistError)
+                and "gloo" not in in_a_line(error).lower()
+            ):
+                raise
             raise TrainerLost(f"the trainer failed as it started ({in_a_line(error)})") from error
         except OutOfMemory as error:
             if error.lighter is None:

@@ -99,7 +99,7 @@ class Agents:
         """Stop answering requests, because another generator continues the open sessions."""
         self.endpoint.is_abandoned = True
         for session in self.sessions.open():
-            session.moves = True
+            session.leave()
 
     def open_trajectories(self) -> list[TrajectoryId]:
         """The trajectories whose sessions are open."""

@@ -16,7 +16,7 @@ import json
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, dropwhile, islice, takewhile
 from typing import Any, Literal, NamedTuple
 
@@ -97,8 +97,8 @@ class AgentCall:
     """The role that the client names for the conversation; None: the client names no role."""
     delivered: bool = False
     """Whether the client has received the reply, as far as the server can tell."""
-    mark: str = ""
-    """The gateway's mark of the newest request that the reply answered."""
+    marks: set[str] = field(default_factory=set)
+    """The gateway's marks of the requests that the reply answered."""
     is_restored: bool = False
     """Whether an earlier process sampled the call: the reply is parsed from the tokens when a client repeats the
     request."""
@@ -382,7 +382,7 @@ class ConversationTree:
         after the delivery, such a request asks for another sample, unless the gateway repeats the delivered one.
         """
         call = self._newest_of.get(body)
-        if call is None or (call.delivered and not is_retry and (not mark or call.mark != mark)):
+        if call is None or (call.delivered and not is_retry and (not mark or mark not in call.marks)):
             return None
         return self._parsed(call, tools)
 

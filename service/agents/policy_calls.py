@@ -86,7 +86,8 @@ class PolicyCalls:
         first, *others = (CallAnswer(call, int(time.time()), of) for call, of in zip(calls, pieces, strict=True))
         response = await _write(request, dialect, asked, first._replace(others=others))
         for call in calls:
-            call.delivered, call.mark = call.delivered or is_connected(request), request.headers.get(MARK_HEADER, "")
+            call.delivered = call.delivered or is_connected(request)
+            call.marks.add(request.headers.get(MARK_HEADER, ""))
             self._requests.undelivered += not call.delivered
         return response
 

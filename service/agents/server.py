@@ -121,6 +121,8 @@ class Endpoint:
 
     async def _show(self, request: web.Request) -> web.StreamResponse:
         session = self.requests.managed(request)
+        if session.moves:
+            raise ConnectionResetError("the session moves")
         return web.json_response({"session": session.name, "state": session.state, "calls": session.n_steps})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:

@@ -31,7 +31,7 @@ from service.rollout.environment import Status, TrajectoryFailed
 from service.rollout.plain_values import NotAllowed, plain_info, plain_reward
 from service.rollout.step_sinks import StepSink
 from service.rollout.user_errors import type_name
-from service.types import Int32s, Step, Steps, TrajectoryId, max_support
+from service.types import EvaluationId, Int32s, Step, Steps, TrajectoryId, max_support
 
 log = logging.getLogger(__name__)
 
@@ -412,9 +412,14 @@ class Session:
         if error is None:
             self.ended.cancel()
         else:
-            self.moves = self.moves or not isinstance(error, TrajectoryFailed)
+            if not isinstance(error, TrajectoryFailed):
+                self.leave()
             self.ended.set_exception(error)
         self._abandon_calls()
+
+    def leave(self) -> None:
+        """Note that another generator continues the session. An evaluation is played again instead."""
+        self.moves = not isinstance(self.trajectory, EvaluationId)
 
     def _abandon_calls(self) -> None:
         for task in self._flying.values():

@@ -276,7 +276,12 @@ async def test_the_sessions_of_a_generator_whose_place_is_taken_move(
     monkeypatch.setattr(generator._player, "abandon", lambda: abandoned.append(True))
     with pytest.raises(RunFailed, match="refuses work"):
         await generator.run()
-    assert abandoned
+    assert len(abandoned) == 1
+    for part in ("_reporter", "_engine"):
+        monkeypatch.setattr(generator, part, SimpleNamespace(stop=lambda: None))
+    for resumable in (False, True):  # a run that was stopped may go on, and the work of its agents with it
+        await generator.stop(resumable)
+        assert len(abandoned) == 1 + resumable
 
 
 async def test_a_gateway_that_cannot_listen_ends_and_a_buffer_that_is_lost_ends_no_session(

@@ -234,7 +234,7 @@ async def test_a_run_that_ends_waits_for_no_generator_that_cannot_come_back(monk
     running = asyncio.ensure_future(world.pool.run())
     await until(lambda: bool(world.told))
     ended.set_result(None)
-    await world.pool.stop()
+    await world.pool.stop(resumable=False)
     async with asyncio.timeout(60):
         await running
 

@@ -244,7 +244,7 @@ async def test_a_run_that_is_stopped_while_it_has_no_generator_ends(world: World
     world.scaling.look({"a": 0})
     await world.looked(lambda: "generator-0 has left" in world.lines, look=False)
     async with asyncio.timeout(30):
-        await world.pool.stop()
+        await world.pool.stop(resumable=False)
         await running
 
 

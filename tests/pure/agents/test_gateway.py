@@ -22,7 +22,7 @@ from service.agents.sessions import session_key
 from service.errors import RunFailed
 from service.handoff.steps.tables import steps_table
 from service.rollout.chat.chat import Chat
-from service.types import Step, TrajectoryId
+from service.types import EvaluationId, Step, TrajectoryId
 from tests.pure.agents.endpoint import CHAT, SECRET, Client, House, connected, events_of, until, whole
 from tests.pure.agents.talks import ALL, TALKS, ChatTalk
 
@@ -194,6 +194,19 @@ async def test_work_elsewhere_goes_on_if_the_engine_dies_and_its_client_gets_no_
     with pytest.raises(Refused) as unknown:
         house.sessions.find(session.key)
     assert unknown.value.status == 401, "the session has not ended"
+
+
+async def test_no_generator_continues_a_session_of_an_evaluation_and_its_client_is_told(
+    house: House, http: aiohttp.ClientSession
+) -> None:
+    session = house.session()
+    session.trajectory = EvaluationId(3, 0)
+    house.say = lambda prompt: RunFailed("the engine died")
+    status, _ = await Client(http, house, session.key).post(CHAT, ChatTalk("age ?").body())
+    house.sessions.remove(session)
+    with pytest.raises(Refused) as ended:
+        house.sessions.find(session.key)
+    assert (status, ended.value.status) == (500, 409)
 
 
 async def test_an_answer_that_the_gateway_lost_is_answered_again_and_an_equal_call_is_another_step(
