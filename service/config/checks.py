@@ -19,7 +19,7 @@ from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.steps.values import ROLES, Role
 from service.model_folder import undivided_heads
 from service.store_url import store_url_problem
-from service.types import max_support
+from service.types import MAX_SUPPORT, max_support
 from service.user_code import is_module_and_name, malformed_name
 
 LOSSES = (
@@ -196,6 +196,8 @@ def _generator(config: Config) -> Iterator[str]:
         )
     if generator.min_engines > engines:
         yield f"generator.engines: min is {generator.min_engines}, which is more than max, {engines}"
+    if generator.top_k > MAX_SUPPORT:
+        yield f"generator.top_k: {generator.top_k} is more than {MAX_SUPPORT}, the most tokens of a support"
     if generator.quantization is not None and not config.algorithm.correction.is_on:
         yield (
             f"generator.quantization: {generator.quantization} engines sample from another distribution than the "
@@ -250,10 +252,12 @@ def _bytes(config: Config, expert_bytes: int = 0) -> Iterator[str]:
             "be short; raise it"
         )
     mini_batch = size * worst.group
+    supports = "; set generator.top_k, so that supports need less room" if not config.generator.top_k else ""
     if buffer.max_bytes < mini_batch:
         yield (
             f"buffer.max_bytes: {buffer.max_bytes} cannot hold the {size} groups of a mini-batch at worst "
             f"({mini_batch} bytes): admission would stop before a mini-batch is complete, a deadlock"
+            f"{supports if max_support(config.generator) else ''}"
         )
     every, kept = config.trainer.checkpoint_every, config.trainer.keep_checkpoints
     journal = worst.journal(max(every * kept, 1) * size)

@@ -82,8 +82,8 @@ class SplitTable:
             found = [(n, ranks) for n, ranks in pairs if ranks % together == 0 and (ranks <= node or ranks % node == 0)]
         if not found:
             raise UserError(
-                f"--gpus {gpus}: engines of {each} and ranks in groups of {together} do not use all of them; give "
-                "another number"
+                f"--gpus {gpus}: no number of engines with {each} GPUs each leaves GPUs that ranks in groups of "
+                f"{together} can use; give another number"
             )
         return [self.split(*pair) for pair in found[:: -(-len(found) // MAX_SPLITS)]]
 

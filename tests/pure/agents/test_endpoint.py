@@ -312,3 +312,9 @@ async def test_a_session_that_ends_gives_up_what_is_being_sampled(
     assert (await asked)[0] == 409 and session.n_steps == 0
     session.finish(0.5, "ok", {"looks": 2.0})
     assert json.loads(json.dumps(session.ended.result())) == [0.5, "ok", {"looks": 2.0}, {}, "", None]
+    cancelled = house.session(1)
+    client.headers = {"Authorization": f"Bearer {cancelled.key}"}
+    asked = asyncio.create_task(client.post(CHAT, talk.body()))
+    await until(lambda: len(house.prompts) == 2)
+    cancelled.close()
+    assert (await asked)[0] == 409 and cancelled.n_steps == 0

@@ -56,6 +56,7 @@ algorithm.teacher  algorithm.teacher={}
 algorithm.teacher.column  algorithm.teacher={} & scorers={a: {kind: teacher, model: /m}, b: {kind: teacher, model: /m}}
 generator.temperature  TEACHER & generator.temperature=0.9
 generator.top_p  TEACHER & generator.top_k=20
+generator.top_k  generator.top_k=600
 algorithm.filter_zero_variance  TEACHER & algorithm.filter_zero_variance=true
 algorithm.teacher.mode  TEACHER & algorithm.loss=cross_entropy
 data.eval_every  data.eval_make_rows=8 & data.eval_every=5 & weights.sync_every=2
