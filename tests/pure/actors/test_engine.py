@@ -445,7 +445,7 @@ async def start_on_gpu(engine: VllmEngine, folder: Path, monkeypatch: pytest.Mon
     llm = FakeVllm()
     llm.completion = completion(routed_experts=experts)
     monkeypatch.setattr(actors.engine.vllm_arguments, "on_gpu", lambda: True)
-    monkeypatch.setattr(actors.engine.vllm_engine, "_build", lambda arguments, with_load: (llm, None))
+    monkeypatch.setattr(actors.engine.vllm_engine, "build", lambda arguments, with_load: (llm, None))
     await engine.start(PolicyVersion(0, 0))
 
 
@@ -460,7 +460,7 @@ async def test_settings_that_vllm_refuses_are_one_line_that_reaches_the_driver(
 
     mixture_in(tmp_path)
     engine._model_folder = tmp_path
-    monkeypatch.setattr(actors.engine.vllm_engine, "_build", refuse)
+    monkeypatch.setattr(actors.engine.vllm_engine, "build", refuse)
     with pytest.raises(UserError, match=rf"^generator: vLLM refuses the settings for {tmp_path}: 4 heads in 3 parts$"):
         await engine.start(PolicyVersion(0, 0))
 

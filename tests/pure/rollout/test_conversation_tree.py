@@ -126,7 +126,7 @@ class Client:
 def test_a_continuation_begins_with_its_parents_tokens_exactly_as_they_were_sampled(
     bytes_chat: Chat, n_conversations: int
 ) -> None:
-    starts, kinds = int(bytes_chat.encode("<|im_start|>")[0]), set()
+    starts, kinds = int(bytes_chat._special_tokens.encode("<|im_start|>")[0]), set()
     for seed in range(n_conversations):
         client = Client(bytes_chat, seed)
         for _ in range(8):
