@@ -9,7 +9,7 @@ import pytest
 
 from service.handoff.batches.batch import BatchSettings, complete_groups, form_mini_batch
 from service.handoff.ledger.state import VersionHistory
-from service.handoff.prefixes.merge import merge_steps
+from service.handoff.prefixes.merge import Mode, merge_steps
 from service.types import PolicyVersion, Step, TrajectoryId
 from tests.pure.handoff.worlds import complete_group, end, step
 
@@ -64,6 +64,11 @@ def test_a_trajectory_of_two_prompts_or_with_a_gap_is_not_merged(
     a, b = step(0, [1], [2]), step(1, [1, 2, 3], [4])
     with pytest.raises(ValueError, match=said):
         merge_steps([step(0, [9], [9], trajectory=TrajectoryId(1, 0), uid="z"), *steps(a, b)])
+
+
+@pytest.mark.parametrize(("mode", "rows"), [("off", 2), ("linear", 1), ("tree", 1)])
+def test_each_step_is_a_row_of_its_own_if_merging_is_off(mode: Mode, rows: int) -> None:
+    assert len(merge_steps([step(0, [1], [2]), step(1, [1, 2, 3], [4])], mode)) == rows
 
 
 @pytest.mark.parametrize(
