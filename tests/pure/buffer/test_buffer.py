@@ -342,6 +342,16 @@ def test_a_silent_trajectory_alone_restarts_as_its_next_attempt(world: World) ->
     assert world.generator.claimed().group_id == 2
 
 
+def test_a_sample_that_waits_for_a_claim_is_played_by_nobody_after_the_end_of_its_group(tmp_path: Path) -> None:
+    world = World(tmp_path, config(buffer={"group_deadline": 60.0, "order": "strict"}))
+    work = world.generator.claimed()
+    world.buffer.leave(world.generator.name, None, "failed")  # both samples wait
+    world.later(61)
+    assert world.buffer.ledger.unassigned == {}
+    other = Generator(world.buffer, "g2").claimed()
+    assert other.group_id != work.group_id and other.attempts == (0, 0)
+
+
 def test_late_steps_of_a_replaced_attempt_are_acknowledged_and_not_used(world: World) -> None:
     """The generator stops that attempt, and goes on with the other trajectories of the group."""
     work = world.generator.claimed()

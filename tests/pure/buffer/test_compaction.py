@@ -1,30 +1,37 @@
 """A full journal is tidied up: what is needed of its oldest part is copied forward, bit for bit, and the rest goes."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from service.config.core_settings import worst_bytes
+from service.handoff.scoring import Answer
 from service.handoff.verbs import Assignment, Wait, WaitReason
 from service.types import MiniBatch, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.test_group_bytes import full_step, is_accepted, with_bounds
 from tests.pure.buffer.world import START, World, config, journal_bytes, no_room_for_new_files
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> World:
+def opened(folder: Path, scorers: dict[str, Any]) -> World:
     """A journal as small as the check accepts, which keeps everything that it removes beside itself."""
     made = config(
         generator={"max_input_length": 4000, "max_generate_length": 100},
         algorithm={"filter_zero_variance": True},
         trainer={"checkpoint_every": 2, "keep_checkpoints": 1, "max_tokens_per_micro_batch": 8192},
+        scorers=scorers,
     )
     made = with_bounds(made, max_group_bytes=worst_bytes(made).group)
     made = with_bounds(made, max_journal_bytes=journal_bytes(made))
     assert is_accepted(made)
-    return World(tmp_path, made, segment_bytes=1 << 30)
+    return World(folder, made, segment_bytes=1 << 30)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return opened(tmp_path, {})
 
 
 def play(world: World, work: Assignment, rewards: tuple[float, float]) -> None:
@@ -34,6 +41,8 @@ def play(world: World, work: Assignment, rewards: tuple[float, float]) -> None:
         for index in range(2):
             world.generator.send([full_step(of, work.prompt_uid, index, world.settings, version)])
         world.generator.send([], [TrajectoryEnd(of, work.prompt_uid, 2, "stop", reward)])
+    for group_id in world.buffer.scoring.pending("judge"):
+        assert world.buffer.scoring.accept(group_id, "judge", Answer((2 * rewards[0], 2 * rewards[1]))) is None
 
 
 def fill_until_moved(world: World) -> None:
@@ -51,10 +60,14 @@ def fill_until_moved(world: World) -> None:
 
 def same(one: MiniBatch, other: MiniBatch) -> bool:
     pairs = zip((m for rank in one.ranks for m in rank), (m for rank in other.ranks for m in rank), strict=True)
-    return all(np.array_equal(a.token_ids_N, b.token_ids_N) for a, b in pairs) and one.groups == other.groups
+    if one.groups != other.groups or not np.array_equal(one.return_G, other.return_G):
+        return False
+    return all(np.array_equal(a.token_ids_N, b.token_ids_N) for a, b in pairs)
 
 
-def test_groups_that_were_copied_are_leased_again_as_they_were(world: World) -> None:
+@pytest.mark.parametrize("scorers", [{}, {"judge": {"use": "mine:judge"}}])
+def test_groups_that_were_copied_are_leased_again_as_they_were(tmp_path: Path, scorers: dict[str, Any]) -> None:
+    world = opened(tmp_path, scorers)
     for _ in range(2):
         play(world, world.generator.claimed(), (1.0, 0.0))
     batch = world.train()
