@@ -166,7 +166,10 @@ class Gateway:
             return await self._answer(request, name, key, *parts)
         finally:
             size = sum(map(len, parts))
-            self._held -= Counter({name: size, ALL: size})  # names without bytes go
+            for whose in (name, ALL):
+                self._held[whose] -= size
+                if not self._held[whose]:
+                    del self._held[whose]
 
     async def _read(self, request: web.Request, name: str, parts: list[bytes]) -> None:
         """Add to `parts` the body as it was sent, of which at most one byte more is kept than any session accepts.
