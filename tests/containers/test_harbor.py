@@ -20,7 +20,7 @@ from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Task, TrajectoryFailed
 from service.rollout.prompts.dataset import load_tasks
 from tests.containers.tasks import make_tasks
-from tests.pure.agents.endpoint import House, opened, whole
+from tests.pure.agents.endpoint import ScriptedServer, opened, whole
 
 PROGRAM = Path(__file__).parents[2] / ".venv-harbor" / "bin" / "harbor"
 pytestmark = [
@@ -60,10 +60,10 @@ def tasks(base_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 async def tried(
-    house: House, task: Task, agent: str, trials: Path, number: int = 0, deadline: float = 600.0
+    server: ScriptedServer, task: Task, agent: str, trials: Path, number: int = 0, deadline: float = 600.0
 ) -> Session:
     model = "openai/policy" if agent == "terminus-2" else ""
-    session, allowed = house.session(number), replace(house.allowed, step_deadline=deadline)
+    session, allowed = server.session(number), replace(server.allowed, step_deadline=deadline)
     make = lambda: Trial(agent, "podman", model, program=str(PROGRAM), trials=str(trials))  # noqa: E731
     guard = EnvGuard("harbor", make, allowed)
     try:
@@ -76,9 +76,11 @@ async def tried(
 async def test_ten_tasks_at_once_have_the_rewards_of_their_verifiers(
     bytes_chat: Chat, tasks: dict[str, Task], tmp_path: Path
 ) -> None:
-    async with opened(bytes_chat) as house:
+    async with opened(bytes_chat) as server:
         solved, left = [
-            await asyncio.gather(*(tried(house, task, agent, tmp_path, n) for n, task in enumerate(tasks.values(), at)))
+            await asyncio.gather(
+                *(tried(server, task, agent, tmp_path, n) for n, task in enumerate(tasks.values(), at))
+            )
             for at, agent in ((0, "oracle"), (100, "nop"))
         ]
     assert [session.ended.result().reward for session in solved] == [1.0] * 10
@@ -90,13 +92,13 @@ async def test_terminus_works_in_the_container_and_its_tokens_are_exact(
     bytes_chat: Chat, tasks: dict[str, Task], tmp_path: Path
 ) -> None:
     replies = iter(SCRIPTS["terminus-2"])
-    async with opened(bytes_chat) as house:
-        house.allowed = replace(house.allowed, max_input_length=100_000)
-        house.max_tokens = 1_000_000
-        house.say = lambda prompt: next(replies)
-        session = await tried(house, tasks["write-file"], "terminus-2", tmp_path)
+    async with opened(bytes_chat) as server:
+        server.allowed = replace(server.allowed, max_input_length=100_000)
+        server.max_tokens = 1_000_000
+        server.say = lambda prompt: next(replies)
+        session = await tried(server, tasks["write-file"], "terminus-2", tmp_path)
     assert session.ended.result().reward == 1.0 and session.refused == ""
-    assert whole(house.steps) == house.prompts and house.is_exact and len(house.prompts) == 3
+    assert whole(server.steps) == server.prompts and server.is_exact and len(server.prompts) == 3
 
 
 @pytest.mark.parametrize(
@@ -116,9 +118,9 @@ async def test_a_trial_that_fails_says_why_and_gives_no_reward(
     if why == "VerifierTimeoutError":
         toml = (folder / "task.toml").read_text().replace("timeout_sec = 60.0", "timeout_sec = 5.0")
         (folder / "task.toml").write_text(toml)
-    async with opened(bytes_chat) as house:
+    async with opened(bytes_chat) as server:
         with pytest.raises(TrajectoryFailed, match=why) as failed:
-            await tried(house, replace(task, extra_info={harbor.FOLDER: str(folder)}), "oracle", tmp_path / "trials")
+            await tried(server, replace(task, extra_info={harbor.FOLDER: str(folder)}), "oracle", tmp_path / "trials")
     assert why in failed.value.error
     assert len(list((tmp_path / "trials").glob("server-*/files/rollouts/*"))) == 1  # kept
 
@@ -126,11 +128,11 @@ async def test_a_trial_that_fails_says_why_and_gives_no_reward(
 async def test_a_deadline_ends_the_trial_and_its_container(
     bytes_chat: Chat, tasks: dict[str, Task], tmp_path: Path
 ) -> None:
-    async with opened(bytes_chat) as house:
-        house.allowed = replace(house.allowed, max_input_length=100_000)
-        house.sampling.clear()  # the policy does not answer
+    async with opened(bytes_chat) as server:
+        server.allowed = replace(server.allowed, max_input_length=100_000)
+        server.sampling.clear()  # the policy does not answer
         with pytest.raises(TrajectoryFailed, match="environment_timeout"):
-            await tried(house, tasks["write-file"], "terminus-2", tmp_path, deadline=60.0)
+            await tried(server, tasks["write-file"], "terminus-2", tmp_path, deadline=60.0)
         process, _ = harbor._servers[str(PROGRAM), tmp_path]
         assert process.poll() is None
         process.terminate()  # it ends what it runs

@@ -12,7 +12,7 @@ from service.agents.session import Session
 from service.rollout.chat.chat import Chat
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Message, Task, TrajectoryFailed
-from tests.pure.agents.endpoint import House, opened, whole
+from tests.pure.agents.endpoint import ScriptedServer, opened, whole
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]
 TASK = Task("p", (Message(role="user", content="Make the colour blue."),), "")
@@ -22,9 +22,11 @@ ASK = """wget -q -O - --header "Authorization: Bearer $OPENAI_API_KEY" --header 
 BLUE = '[ "$(cat colour.txt)" = blue ]'
 
 
-async def played(house: House, agent: str, score: str = BLUE, deadline: float = 60.0, **options: str) -> Session:
-    session = house.session()
-    guard = EnvGuard("podman", lambda: InPodman("localhost/busybox:1", agent, score, **options), house.allowed)
+async def played(
+    server: ScriptedServer, agent: str, score: str = BLUE, deadline: float = 60.0, **options: str
+) -> Session:
+    session = server.session()
+    guard = EnvGuard("podman", lambda: InPodman("localhost/busybox:1", agent, score, **options), server.allowed)
     try:
         async with asyncio.timeout(deadline):
             await guard.play(session, TASK, 0)
@@ -34,11 +36,11 @@ async def played(house: House, agent: str, score: str = BLUE, deadline: float = 
 
 
 async def test_an_agent_in_a_container_calls_the_policy_and_its_score_is_the_reward(bytes_chat: Chat) -> None:
-    async with opened(bytes_chat) as house:
-        house.say = lambda prompt: "blue"
-        right = await played(house, f'{ASK} | sed \'s/.*"content": *"\\([a-z]*\\)".*/\\1/\' > colour.txt')
-        wrong, none = await played(house, "echo red > colour.txt"), await played(house, "true")
-    assert whole(house.steps) == house.prompts and len(house.prompts) == 1
+    async with opened(bytes_chat) as server:
+        server.say = lambda prompt: "blue"
+        right = await played(server, f'{ASK} | sed \'s/.*"content": *"\\([a-z]*\\)".*/\\1/\' > colour.txt')
+        wrong, none = await played(server, "echo red > colour.txt"), await played(server, "true")
+    assert whole(server.steps) == server.prompts and len(server.prompts) == 1
     assert [session.ended.result().reward for session in (right, wrong, none)] == [1.0, 0.0, 0.0]
 
 
@@ -48,8 +50,8 @@ async def test_the_container_reaches_the_session_alone_and_sees_no_other_secret(
     monkeypatch.setenv("WANDB_API_KEY", "another secret")
     other = await asyncio.start_server(lambda reader, writer: None, "0.0.0.0", 0)
     port = other.sockets[0].getsockname()[1]
-    async with other, opened(bytes_chat) as house:
-        session = await played(house, f"touch colour.txt; env; ls /sys/class/net; nc -w 2 127.0.0.1 {port} && echo in")
+    async with other, opened(bytes_chat) as server:
+        session = await played(server, f"touch colour.txt; env; ls /sys/class/net; nc -w 2 127.0.0.1 {port} && echo in")
     said = session.transcript
     assert session.key in said and "another secret" not in said
     assert "eth" not in said and "in" not in said.splitlines()
@@ -61,17 +63,17 @@ async def test_the_container_reaches_the_session_alone_and_sees_no_other_secret(
 async def test_a_container_that_fails_gives_no_reward(
     bytes_chat: Chat, agent: str, score: str, why: int | None
 ) -> None:
-    async with opened(bytes_chat) as house:
+    async with opened(bytes_chat) as server:
         if why is None:
             with pytest.raises(TrajectoryFailed, match="podman exec: exit code 2"):
-                await played(house, agent, score)
+                await played(server, agent, score)
         else:
-            outcome = (await played(house, agent, score)).ended.result()
+            outcome = (await played(server, agent, score)).ended.result()
             assert (outcome.reward, outcome.status, outcome.exit_code) == (None, "failed", why)
 
 
 async def test_a_deadline_or_a_cancelled_trajectory_ends_the_container(bytes_chat: Chat, tmp_path: Path) -> None:
-    async with opened(bytes_chat) as house:
+    async with opened(bytes_chat) as server:
         with pytest.raises(TimeoutError):
-            await played(house, "sleep 100", deadline=3.0)
+            await played(server, "sleep 100", deadline=3.0)
     assert await podman("ps", "-aq") == (0, "")

@@ -15,7 +15,7 @@ from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.rows import write_rows
-from tests.pure.agents.endpoint import Client, House, client_of, opened
+from tests.pure.agents.endpoint import Client, ScriptedServer, client_of, opened
 from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON, tokenizer_of
 
 
@@ -40,17 +40,17 @@ def tasks(model: Path) -> list[Task]:
 
 
 @pytest_asyncio.fixture(loop_scope="function")
-async def house(bytes_chat: Chat) -> AsyncIterator[House]:
+async def server(bytes_chat: Chat) -> AsyncIterator[ScriptedServer]:
     async with opened(bytes_chat) as made:
         yield made
 
 
 @pytest_asyncio.fixture(loop_scope="function")
-async def session(house: House) -> Session:
-    return house.session()
+async def session(server: ScriptedServer) -> Session:
+    return server.session()
 
 
 @pytest_asyncio.fixture(loop_scope="function")
-async def client(house: House, session: Session) -> AsyncIterator[Client]:
-    async with client_of(house, session) as made:
+async def client(server: ScriptedServer, session: Session) -> AsyncIterator[Client]:
+    async with client_of(server, session) as made:
         yield made

@@ -30,8 +30,8 @@ RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 SECRET = RunSecret(b"secret of this run")
 
 
-class House:
-    """The server's side: what the policy says, what the buffer accepts."""
+class ScriptedServer:
+    """An endpoint, what its policy says, and what its buffer accepts."""
 
     def __init__(self, chat: Chat, named_roles: tuple[str, ...] = (), structured: str = "ignore") -> None:
         self.chat = chat
@@ -110,48 +110,50 @@ class House:
 
 
 @asynccontextmanager
-async def opened(chat: Chat, named_roles: tuple[str, ...] = (), structured: str = "ignore") -> AsyncIterator[House]:
-    """A house whose endpoint listens."""
-    house = House(chat, named_roles, structured)
-    house.address = await house.endpoint.start("127.0.0.1", 0)
+async def opened(
+    chat: Chat, named_roles: tuple[str, ...] = (), structured: str = "ignore"
+) -> AsyncIterator[ScriptedServer]:
+    """A server whose endpoint listens."""
+    server = ScriptedServer(chat, named_roles, structured)
+    server.address = await server.endpoint.start("127.0.0.1", 0)
     try:
-        yield house
+        yield server
     finally:
-        await house.endpoint.stop()
+        await server.endpoint.stop()
 
 
 class Client:
     """Sends requests with one key; keeps nothing."""
 
-    def __init__(self, http: aiohttp.ClientSession, house: Any, key: str) -> None:
-        self._http, self._house = http, house
+    def __init__(self, http: aiohttp.ClientSession, server: Any, key: str) -> None:
+        self._http, self._server = http, server
         self.headers = {"Authorization": f"Bearer {key}"}
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         """Status and JSON of the answer, or its events; `body` may be bytes."""
         data = BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         sent = self.headers | {name.replace("_", "-"): value for name, value in headers.items()}
-        async with self._http.post(self._house.address + path, data=data, headers=sent) as answer:
+        async with self._http.post(self._server.address + path, data=data, headers=sent) as answer:
             raw = await answer.read()
             is_stream = answer.content_type == "text/event-stream"
             return answer.status, events_of(raw) if is_stream else json.loads(raw, parse_constant=_refuse)
 
     async def answer(self, path: str, body: Any) -> aiohttp.ClientResponse:
         """The answer with its headers; its body is read."""
-        async with self._http.post(self._house.address + path, json=body, headers=self.headers) as answer:
+        async with self._http.post(self._server.address + path, json=body, headers=self.headers) as answer:
             await answer.read()
             return answer
 
     async def stream(self, path: str, body: Any) -> bytes:
         """The bytes of a streamed answer."""
-        url = self._house.address + path
+        url = self._server.address + path
         async with self._http.post(url, json={**body, "stream": True}, headers=self.headers) as answer:
             return await answer.read()
 
     async def leave(self, path: str, body: Any, when: asyncio.Event) -> None:
         """Send a request, and close the connection at `when` without reading an answer."""
         raw = json.dumps(body).encode()
-        _, writer = await connected(self._house.address)
+        _, writer = await connected(self._server.address)
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {self.headers['Authorization']}\r\n"
         writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         await writer.drain()
@@ -160,10 +162,10 @@ class Client:
 
 
 @asynccontextmanager
-async def client_of(house: House, session: Session) -> AsyncIterator[Client]:
+async def client_of(server: ScriptedServer, session: Session) -> AsyncIterator[Client]:
     """A client with the key of a session."""
     async with aiohttp.ClientSession() as http:
-        yield Client(http, house, session.key)
+        yield Client(http, server, session.key)
 
 
 async def connected(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.pure.agents.endpoint import CHAT, MESSAGES, RESPONSES, Client, House
+from tests.pure.agents.endpoint import CHAT, MESSAGES, RESPONSES, Client, ScriptedServer
 
 SEARCH: dict[str, Any] = {"type": "object", "properties": {"query": {"type": "string"}}}
 
@@ -128,6 +128,6 @@ async def exchange(client: Client, talk: ChatTalk, told: str) -> dict[str, Any]:
     return dict(reply)
 
 
-def says(house: House, *texts: str) -> None:
+def says(server: ScriptedServer, *texts: str) -> None:
     left = list(texts)
-    house.say = lambda prompt: left.pop(0)
+    server.say = lambda prompt: left.pop(0)

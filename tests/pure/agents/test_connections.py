@@ -19,13 +19,13 @@ from service.agents import listening, requests
 from service.agents.session import BYTES_PER_TOKEN, MIN_BODY_BYTES, Session
 from service.handoff.steps.values import StopReason
 from service.rollout.chat.chat import Chat
-from tests.pure.agents.endpoint import CHAT, MESSAGES, Client, House, client_of, opened
+from tests.pure.agents.endpoint import CHAT, MESSAGES, Client, ScriptedServer, client_of, opened
 from tests.pure.agents.talks import ALL, TALKS, ChatTalk
 
 
 @ALL
 async def test_an_unknown_or_missing_key_is_refused_and_nothing_is_filed(
-    house: House, session: Session, client: Client, make: type[ChatTalk]
+    server: ScriptedServer, session: Session, client: Client, make: type[ChatTalk]
 ) -> None:
     talk = make("age ?")
     for headers in (
@@ -38,28 +38,28 @@ async def test_an_unknown_or_missing_key_is_refused_and_nothing_is_filed(
         status, reply = await client.post(f"/s/0{talk.path}", talk.body())
         assert status == 401 and talk.error(reply)
     client.headers = {"x-api-key": session.key}
-    assert (await client.post(f"/s/{house.session(1).name}{talk.path}", talk.body()))[0] == 200, "the key decides"
+    assert (await client.post(f"/s/{server.session(1).name}{talk.path}", talk.body()))[0] == 200, "the key decides"
     session.finish(1.0)
     assert (await client.post(talk.path, talk.body()))[0] == 409
-    house.sessions.remove(session)
+    server.sessions.remove(session)
     assert (await client.post(talk.path, talk.body()))[0] == 409
-    assert len(house.steps) == 1 and session.ended.result().reward == 1.0
+    assert len(server.steps) == 1 and session.ended.result().reward == 1.0
 
 
 async def test_no_key_reaches_a_log(
-    house: House, session: Session, client: Client, caplog: pytest.LogCaptureFixture
+    server: ScriptedServer, session: Session, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    house.say = lambda prompt: RuntimeError("a bug")
+    server.say = lambda prompt: RuntimeError("a bug")
     with pytest.raises(aiohttp.ClientError):
         await client.post(CHAT, ChatTalk("age ?").body())
     for line in (f"Authorization: Bearer {session.key}\x00", f"Authorization {session.key}", f"{session.key}\r: x"):
-        reader, writer = await house.connected()
+        reader, writer = await server.connected()
         writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{line}\r\n\r\n".encode())
         await reader.read()
         writer.close()
-    other = house.session(1)
-    async with client_of(house, other) as http:
+    other = server.session(1)
+    async with client_of(server, other) as http:
         assert (await http.post(CHAT, {"messages": [{"role": other.key, "content": "age ?"}]}))[0] == 400
         assert (await http.post(CHAT, {}, User_Agent=f"an agent with {other.key}"))[0] == 400
     assert "Invalid enum value '[key]'" in caplog.text and "(client an agent with [key])" in caplog.text
@@ -78,9 +78,9 @@ async def test_a_body_that_is_no_json_object_is_refused(session: Session, client
 
 
 async def test_a_body_with_more_bytes_than_any_prompt_is_refused_before_it_is_parsed(
-    house: House, session: Session, client: Client
+    server: ScriptedServer, session: Session, client: Client
 ) -> None:
-    most = MIN_BODY_BYTES + BYTES_PER_TOKEN * house.allowed.max_input_length
+    most = MIN_BODY_BYTES + BYTES_PER_TOKEN * server.allowed.max_input_length
     for path in (f"{MESSAGES}/count_tokens", "/rl/sessions/0/finish", "/rl/sessions/0/reward"):
         status, reply = await client.post(path, b"{" * (max(most, requests.MAX_END_BYTES) + 1))
         assert status == 413 and "bytes" in reply["error"]["message"]
@@ -100,12 +100,12 @@ async def test_a_large_body_waits_for_room_and_is_refused_as_one_to_repeat_when_
 ) -> None:
     monkeypatch.setattr(requests, "MAX_OPEN_BODIES", 1)
     monkeypatch.setattr(requests, "ROOM_SECONDS", 0.3)
-    async with opened(bytes_chat) as house:
-        session, talk = house.session(), ChatTalk("age ?")
+    async with opened(bytes_chat) as server:
+        session, talk = server.session(), ChatTalk("age ?")
         small = json.dumps(talk.body()).encode()
         large = small.ljust(60_000)
-        async with client_of(house, session) as client:
-            reader, writer = await house.connected()
+        async with client_of(server, session) as client:
+            reader, writer = await server.connected()
             head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
             writer.write(f"{head}Content-Length: {len(large)}\r\n\r\n".encode() + large[:-1])
             await writer.drain()
@@ -153,13 +153,13 @@ async def test_clients_that_never_read_hold_neither_memory_nor_connections(
     bytes_chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listening, "UNREAD_SECONDS", 0.5)
-    async with asyncio.timeout(30), opened(bytes_chat) as house:
-        session, memory = house.session(), psutil.Process().memory_info
-        house.say = lambda prompt: "x" * 190
-        async with client_of(house, session) as client:
+    async with asyncio.timeout(30), opened(bytes_chat) as server:
+        session, memory = server.session(), psutil.Process().memory_info
+        server.say = lambda prompt: "x" * 190
+        async with client_of(server, session) as client:
             assert (await client.post(CHAT, ChatTalk("age ?").body()))[0] == 200
             before = memory().rss
-            unread = [Unread(house, session, stream) for stream in (True, False) * 4]
+            unread = [Unread(server, session, stream) for stream in (True, False) * 4]
             cut = [False]
             while not all(cut):
                 cut = [one.is_cut() for one in unread]
@@ -175,13 +175,13 @@ UNREAD_BYTES = 64 << 20
 class Unread(socket.socket):
     """A client that asks for the same call again and again, and reads no answer."""
 
-    def __init__(self, house: House, session: Session, stream: bool) -> None:
+    def __init__(self, server: ScriptedServer, session: Session, stream: bool) -> None:
         super().__init__()
         body = json.dumps({**ChatTalk("age ?").body(), "stream": stream})
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
         self.request = self.rest = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode() * 100
         self.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
-        self.connect(("127.0.0.1", int(house.address.rpartition(":")[2])))
+        self.connect(("127.0.0.1", int(server.address.rpartition(":")[2])))
         self.setblocking(False)
 
     def is_cut(self) -> bool:
@@ -199,16 +199,16 @@ async def test_a_connection_is_closed_when_it_idles_and_after_a_key_of_no_open_s
     bytes_chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listening, "IDLE_SECONDS", 0.5)
-    async with asyncio.timeout(30), opened(bytes_chat) as house:
-        session, ended = house.session(), house.session(1)
-        house.sessions.remove(ended)
+    async with asyncio.timeout(30), opened(bytes_chat) as server:
+        session, ended = server.session(), server.session(1)
+        server.sessions.remove(ended)
         for path, key, closed in (
             ("/v1/models", session.key, False),
             ("/v1/models", "unknown", True),
             ("/v1/models", ended.key, True),
             ("/nowhere", session.key, True),
         ):
-            reader, writer = await house.connected()
+            reader, writer = await server.connected()
             writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
             answer = await reader.read()  # until the endpoint closes the connection
             writer.close()
@@ -221,8 +221,8 @@ async def test_one_session_cannot_hold_the_room_of_all_others(
     monkeypatch.setattr(listening, "MAX_CONNECTIONS", 8)
     monkeypatch.setattr(requests, "MAX_OPEN_BODIES", 4)
     monkeypatch.setattr(requests, "ROOM_SECONDS", 5.0)
-    async with asyncio.timeout(60), opened(bytes_chat) as house, AsyncExitStack() as held:
-        greedy, honest = house.session(), house.session(1)
+    async with asyncio.timeout(60), opened(bytes_chat) as server, AsyncExitStack() as held:
+        greedy, honest = server.session(), server.session(1)
         head = f"Host: x\r\nAuthorization: Bearer {greedy.key}\r\n"
         asks = (
             f"GET /v1/models HTTP/1.1\r\n{head}\r\n",
@@ -232,12 +232,12 @@ async def test_one_session_cannot_hold_the_room_of_all_others(
         large = json.dumps(ChatTalk("age ?").body()).encode().ljust(60_000)
         for asked in asks:  # connections that are kept, bodies that never come, connections without a request
             for _ in range(20):
-                reader, writer = await house.connected()
+                reader, writer = await server.connected()
                 held.callback(writer.close)
                 writer.write(asked.encode())
                 if asked.startswith("GET"):
                     assert b"200 OK" in await reader.readline()
-            async with client_of(house, honest) as client:
+            async with client_of(server, honest) as client:
                 assert (await client.post(CHAT, large))[0] == 200
 
 
@@ -245,16 +245,16 @@ async def test_a_connection_that_sends_nothing_is_closed_and_one_that_asked_stay
     bytes_chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listening, "FIRST_SECONDS", 0.2)
-    async with asyncio.timeout(60), opened(bytes_chat) as house:
-        session, talk = house.session(), ChatTalk("age ?")
-        reader, writer = await house.connected()
+    async with asyncio.timeout(60), opened(bytes_chat) as server:
+        session, talk = server.session(), ChatTalk("age ?")
+        reader, writer = await server.connected()
         writer.write(b"POST / HTTP/1.1\r\n")
-        house.sampling.clear()
-        async with client_of(house, session) as client:
+        server.sampling.clear()
+        async with client_of(server, session) as client:
             asked = asyncio.create_task(client.post(CHAT, talk.body()))
             with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                 await reader.readexactly(1)
             await asyncio.sleep(0.3)
-            house.sampling.set()
+            server.sampling.set()
             assert (await asked)[0] == 200
         writer.close()

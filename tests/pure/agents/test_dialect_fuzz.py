@@ -14,7 +14,7 @@ from service.agents.policy_calls import DIALECTS
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tools import MAX_DEPTH
 from tests.pure.agents.dialect_clients import SEARCH
-from tests.pure.agents.endpoint import CHAT, GENERATE, MESSAGES, RESPONSES, House, client_of, opened
+from tests.pure.agents.endpoint import CHAT, GENERATE, MESSAGES, RESPONSES, ScriptedServer, client_of, opened
 
 CHAT_CALL = {"id": "call_n0_0", "type": "function", "function": {"name": "search", "arguments": '{"query": "fox"}'}}
 VALID: Mapping[str, dict[str, Any]] = {
@@ -157,35 +157,35 @@ BODIES: Mapping[str, dict[str, Any]] = VALID | {
 @pytest.mark.parametrize("n_bodies", [200, pytest.param(10_000, marks=pytest.mark.full)])
 async def test_a_mutated_body_is_refused_in_form_or_answered_with_exact_tokens(bytes_chat: Chat, n_bodies: int) -> None:
     answered = dict.fromkeys(BODIES, 0)
-    async with opened(bytes_chat) as house:
+    async with opened(bytes_chat) as server:
         for seed in range(n_bodies):
             r = random.Random(seed)
             path = r.choice([*BODIES])
-            answered[path] += await n_answered(house, r, path, seed)
+            answered[path] += await n_answered(server, r, path, seed)
     assert all(answered.values()), answered
 
 
-async def n_answered(house: House, r: random.Random, path: str, seed: int) -> int:
+async def n_answered(server: ScriptedServer, r: random.Random, path: str, seed: int) -> int:
     """How many of two requests to a new session are answered; the second one goes on from the first."""
-    house.clear()
-    session = house.session(seed)
+    server.clear()
+    session = server.session(seed)
     body: Any = BODIES[path]
-    async with client_of(house, session) as client:
+    async with client_of(server, session) as client:
         for turn in range(2):
             text = r.choice(REPLIES)
-            house.say = lambda prompt: text  # noqa: B023
+            server.say = lambda prompt: text  # noqa: B023
             body = mutated(r, body) if r.random() < 0.9 else body
             if isinstance(body, dict) and r.random() < 0.5:
                 body = body | {"stream": False}
             raw = bytearray(json.dumps(body).encode())
             if r.random() < 0.1:
                 raw[r.randrange(len(raw))] = r.randrange(256)
-            n_steps = len(house.steps)
+            n_steps = len(server.steps)
             status, reply = await client.post(path, bytes(raw))
             assert status == 200 or 400 <= status < 500, f"seed {seed}: {status} {reply}"
             assert status == 200 or reply["error"]["message"], f"seed {seed}"
             is_call = status == 200 and path in DIALECTS
-            assert (len(house.steps) > n_steps) is is_call and house.is_exact, f"seed {seed}"
+            assert (len(server.steps) > n_steps) is is_call and server.is_exact, f"seed {seed}"
             if status != 200 or session.state != "open":
                 return turn + (status == 200)
     return 2

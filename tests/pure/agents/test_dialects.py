@@ -27,25 +27,25 @@ from service.agents.session import Session
 from service.handoff.steps.values import StopReason
 from service.rollout.environment import TrajectoryFailed
 from tests.pure.agents.dialect_clients import CLIENTS, QUESTION, REPLIES, SEARCH, TURNS, Heard, sdk
-from tests.pure.agents.endpoint import CHAT, GENERATE, MESSAGES, RESPONSES, Client, House, client_of, until
+from tests.pure.agents.endpoint import CHAT, GENERATE, MESSAGES, RESPONSES, Client, ScriptedServer, client_of, until
 from tests.pure.agents.talks import ALL, ChatTalk, ResponsesTalk, called, says
 from tests.pure.rollout.conftest import generated
 
 
-async def test_the_same_conversation_has_the_same_tokens_through_every_client(house: House) -> None:
+async def test_the_same_conversation_has_the_same_tokens_through_every_client(server: ScriptedServer) -> None:
     tokens, replies = [], []
     for number, (play, stream) in enumerate(product(CLIENTS.values(), (False, True))):
-        says(house, *REPLIES)
-        session = house.session(number)
+        says(server, *REPLIES)
+        session = server.session(number)
         replies.append([heard.told for heard in await asyncio.to_thread(play, session, stream, TURNS)])
         assert [call.how for call in session.tree.calls] == ["root"] + ["appended"] * 3
         assert [call.parent for call in session.tree.calls] == [None, *session.tree.calls[:-1]]
         tokens.append([call.token_ids().tolist() for call in session.tree.calls])
-        assert house.is_exact and all(step.loss_mask.all() for step in house.steps)
+        assert server.is_exact and all(step.loss_mask.all() for step in server.steps)
         # The tools, the system message, the question, and the answers and what follows: no text opens a turn.
-        starts = int(house.chat._special_tokens.encode("<|im_start|>")[0])
-        assert house.prompts[-1].count(starts) == 3 + 3 + 4 + 1
-        house.clear()
+        starts = int(server.chat._special_tokens.encode("<|im_start|>")[0])
+        assert server.prompts[-1].count(starts) == 3 + 3 + 4 + 1
+        server.clear()
     assert all(one == tokens[0] for one in tokens)
     assert all(one == replies[0] for one in replies)
     assert replies[0][0] == Heard("both", "two", [("search", {"query": q, "n": 1.0}) for q in ("fox", "é</s>")])
@@ -53,10 +53,10 @@ async def test_the_same_conversation_has_the_same_tokens_through_every_client(ho
 
 @ALL
 async def test_a_reply_that_equals_another_one_is_continued_by_the_id_that_came_back(
-    house: House, session: Session, client: Client, make: type[ChatTalk]
+    server: ScriptedServer, session: Session, client: Client, make: type[ChatTalk]
 ) -> None:
     """Two samples of the same request, equal in content: the client goes on from the first one."""
-    says(house, called(), called(), "17")
+    says(server, called(), called(), "17")
     talk = make("age ?")
     first, _ = [(await client.post(talk.path, talk.body()))[1] for _ in range(2)]
     talk.answered(first, "owl")
@@ -94,9 +94,9 @@ CODEX_CALLS = (
 
 @pytest.mark.parametrize("interleaved", [False, True])
 async def test_codex_gets_namespaces_and_free_text_back_as_it_named_them(
-    house: House, session: Session, client: Client, interleaved: bool
+    server: ScriptedServer, session: Session, client: Client, interleaved: bool
 ) -> None:
-    says(house, CODEX_CALLS, "hi")
+    says(server, CODEX_CALLS, "hi")
     _, events = await client.post(RESPONSES, CODEX)
     schema: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
     assert [schema.validate_python(event).sequence_number for event in events] == list(range(len(events)))
@@ -158,13 +158,15 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_what_no_session_gives_is_refused_by_the_name_of_its_field(house: House, client: Client) -> None:
+async def test_what_no_session_gives_is_refused_by_the_name_of_its_field(
+    server: ScriptedServer, client: Client
+) -> None:
     for path, fields, named in REFUSED:
         status, reply = await client.post(path, {**ASKED[path], **fields})
         error = reply["error"]
         assert (status, error["type"]) == (400, "invalid_request_error"), fields
         assert error["message"].startswith(f"{named}: ") and (path == MESSAGES or error["param"] == named)
-    assert house.prompts == []
+    assert server.prompts == []
 
 
 @pytest.mark.parametrize("path", ASKED)
@@ -177,46 +179,46 @@ def test_pinned_and_unknown_fields_change_nothing(path: str) -> None:
 
 @pytest.mark.parametrize("path", [*ASKED, GENERATE])
 async def test_a_request_truncates_the_sampler_as_far_as_the_run_keeps_room_for_supports(
-    house: House, path: str
+    server: ScriptedServer, path: str
 ) -> None:
     def body(**fields: float) -> dict[str, Any]:
         return ASKED[path] | fields if path in ASKED else {"token_ids": [5, 6], "sampling_params": fields}
 
-    plain, support = house.sampled("17"), np.array([3, 9], np.int32)
+    plain, support = server.sampled("17"), np.array([3, 9], np.int32)
     sizes = np.array([3, *[1] * (len(plain.token_ids) - 1)], np.uint16)
-    house.say = lambda prompt: replace(plain, support_size=sizes, support=support)
-    async with client_of(house, house.session(0)) as client:
+    server.say = lambda prompt: replace(plain, support_size=sizes, support=support)
+    async with client_of(server, server.session(0)) as client:
         for named in ({"top_p": 0.5}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.1}):
             status, reply = await client.post(path, body(**named))
             assert status == 400 and next(iter(named)) in reply["error"]["message"]
         assert (await client.post(path, body(top_p=1, top_k=-1, frequency_penalty=0)))[0] == 200
-    house.allowed = replace(house.allowed, sampling=replace(house.allowed.sampling, top_p=0.9, top_k=20))
-    async with client_of(house, house.session(1)) as client:
+    server.allowed = replace(server.allowed, sampling=replace(server.allowed.sampling, top_p=0.9, top_k=20))
+    async with client_of(server, server.session(1)) as client:
         for named in ({"top_k": 21}, {"top_k": 0}):
             status, reply = await client.post(path, body(**named))
             assert status == 400 and "at most 20 tokens to draw from" in reply["error"]["message"]
         assert (await client.post(path, body(top_k=5, min_p=0.1)))[0] == 200
-    assert [(s.top_p, s.top_k, s.min_p) for s in house.samplings] == [(1, 0, 0), (0.9, 5, 0.1)]
-    assert house.steps[1].support is support and house.steps[1].support_size is sizes
+    assert [(s.top_p, s.top_k, s.min_p) for s in server.samplings] == [(1, 0, 0), (0.9, 5, 0.1)]
+    assert server.steps[1].support is support and server.steps[1].support_size is sizes
 
 
 async def test_an_openai_client_raises_what_went_wrong_before_and_within_a_stream(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy_calls, "KEEP_ALIVE_SECONDS", 0.02)
-    house.say = lambda prompt: TrajectoryFailed(StopReason.ENGINE_TIMEOUT, "no turn")
+    server.say = lambda prompt: TrajectoryFailed(StopReason.ENGINE_TIMEOUT, "no turn")
     asked: Any = {"model": "policy", "stream": True}
     for number, of in enumerate((CHAT, RESPONSES)):
-        client = sdk(house.session(number))
+        client = sdk(server.session(number))
         create: Any = client.chat.completions.create if of == CHAT else client.responses.create
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             await asyncio.to_thread(create, **asked, **ASKED[of], extra_body={"previous_response_id": "resp_1"})
-        house.clear()
-        house.sampling.clear()
+        server.clear()
+        server.sampling.clear()
         asking = asyncio.create_task(asyncio.to_thread(lambda: list(create(**asked, **ASKED[of]))))  # noqa: B023
-        await until(lambda: house.prompts)
+        await until(lambda: server.prompts)
         await asyncio.sleep(0.1)
-        house.sampling.set()
+        server.sampling.set()
         with pytest.raises(openai.APIError, match="engine_timeout"):
             await asking
 
@@ -228,9 +230,9 @@ NEMO_GYM = {"logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": T
 
 @pytest.mark.parametrize(("stream", "fields"), [(False, IDS), (True, IDS), (False, NEMO_GYM)])
 async def test_a_client_that_trains_gets_exactly_the_sampled_tokens(
-    house: House, session: Session, stream: bool, fields: dict[str, Any]
+    server: ScriptedServer, session: Session, stream: bool, fields: dict[str, Any]
 ) -> None:
-    says(house, REPLIES[0])
+    says(server, REPLIES[0])
     more: Any = {"model": "policy", "tools": [{"type": "function", "function": SEARCH}], **ASKED[CHAT]}
     more |= {"extra_body": fields}
     create: Any = sdk(session).chat.completions.create
@@ -242,12 +244,12 @@ async def test_a_client_that_trains_gets_exactly_the_sampled_tokens(
     else:
         whole = await asyncio.to_thread(create, **more)
         choice, usage = whole.choices[0], whole.usage
-    (prompt,), (sampled,) = house.prompts, house.replies
+    (prompt,), (sampled,) = server.prompts, server.replies
     assert (whole.prompt_token_ids, choice.token_ids) == (prompt, sampled)
-    texts = [house.chat.text(np.array([one]), True) for one in sampled]
+    texts = [server.chat.text(np.array([one]), True) for one in sampled]
     named = [f"token_id:{one}" for one in sampled] if fields is NEMO_GYM else texts
     assert [one.token for one in choice.logprobs.content] == named
-    assert [one.logprob for one in choice.logprobs.content] == house.steps[0].logprobs.tolist()
+    assert [one.logprob for one in choice.logprobs.content] == server.steps[0].logprobs.tolist()
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(sampled))
 
 
@@ -277,12 +279,14 @@ TOOLS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("path", ASKED)
-async def test_a_call_where_no_tool_may_be_called_is_text_and_the_conversation_goes_on(house: House, path: str) -> None:
+async def test_a_call_where_no_tool_may_be_called_is_text_and_the_conversation_goes_on(
+    server: ScriptedServer, path: str
+) -> None:
     none: Any = {"type": "none"} if path == MESSAGES else "none"
     cases = product(({}, {"tools": TOOLS[path], "tool_choice": none}), (False, True))
     for number, (more, stream) in enumerate(cases):
-        says(house, CALL, "17")
-        async with client_of(house, session := house.session(number)) as client:
+        says(server, CALL, "17")
+        async with client_of(server, session := server.session(number)) as client:
             said = json.dumps((await client.post(path, {**ASKED[path], **more, "stream": stream}))[1])
             assert "see <tool_call>" in said and not any(f'"{kind}"' in said for kind in KINDS)
             answer = {"role": "assistant", "content": session.tree.calls[0].reply.content}
@@ -333,9 +337,9 @@ def test_every_field_of_the_installed_sdk_is_listed(path: str) -> None:
 
 @pytest.mark.parametrize("shape", ["previous", "reference", "late text", "in order"])
 async def test_a_second_request_of_responses_as_clients_ship_it_continues_the_first(
-    house: House, session: Session, client: Client, shape: str
+    server: ScriptedServer, session: Session, client: Client, shape: str
 ) -> None:
-    house.say = lambda prompt: "ok" if house.replies else called()
+    server.say = lambda prompt: "ok" if server.replies else called()
     talk = ResponsesTalk("hi")
     _, first = await client.post(talk.path, talk.body())
     thought, text, call = first["output"]
@@ -351,8 +355,8 @@ async def test_a_second_request_of_responses_as_clients_ship_it_continues_the_fi
     }[shape]
     status, second = await client.post(talk.path, body)
     assert status == 200, second
-    assert session.tree.calls[1].parent is session.tree.calls[0] and house.is_exact
-    assert "SEVENTEEN" in house.chat.text(session.tree.calls[1].carried_ids)
+    assert session.tree.calls[1].parent is session.tree.calls[0] and server.is_exact
+    assert "SEVENTEEN" in server.chat.text(session.tree.calls[1].carried_ids)
     body = talk.body() | {
         "input": [*asked, *first["output"], told, *second["output"], {"role": "user", "content": "?"}]
     }
@@ -363,10 +367,10 @@ async def test_a_second_request_of_responses_as_clients_ship_it_continues_the_fi
 
 
 async def test_what_clients_change_in_a_conversation_does_not_end_it(
-    house: House, session: Session, client: Client
+    server: ScriptedServer, session: Session, client: Client
 ) -> None:
     """Tools in another order and with a clock in a description, numbers of clients with doubles, names."""
-    house.say = lambda prompt: "ok" if house.replies else called(f'{{"query": "marn", "n": {(1 << 60) + 1}}}')
+    server.say = lambda prompt: "ok" if server.replies else called(f'{{"query": "marn", "n": {(1 << 60) + 1}}}')
     tools = [{"type": "function", "function": {"name": name, "description": "12:00"}} for name in ("search", "add")]
     body = {"messages": [{"role": "user", "content": "hi", "name": "Ann"}], "tools": tools, "logprobs": True}
     _, first = await client.post(CHAT, body)
@@ -382,10 +386,10 @@ async def test_what_clients_change_in_a_conversation_does_not_end_it(
 
 
 async def test_log_probabilities_name_texts_and_bytes_and_are_numbers(
-    house: House, session: Session, client: Client
+    server: ScriptedServer, session: Session, client: Client
 ) -> None:
-    ids = [*house.chat.plain("é?").tolist(), house.chat.end_id]
-    house.say = lambda prompt: replace(generated(ids), logprobs=np.array([-1, np.nan, -np.inf, -0.5], np.float32))
+    ids = [*server.chat.plain("é?").tolist(), server.chat.end_id]
+    server.say = lambda prompt: replace(generated(ids), logprobs=np.array([-1, np.nan, -np.inf, -0.5], np.float32))
     body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
     _, reply = await client.post(CHAT, body)
     content = reply["choices"][0]["logprobs"]["content"]
@@ -396,7 +400,7 @@ async def test_log_probabilities_name_texts_and_bytes_and_are_numbers(
     assert reply["choices"][0]["logprobs"]["content"][0]["token"] == f"token_id:{ids[0]}"
 
 
-async def test_an_error_of_a_tool_is_named_as_ignored(house: House, session: Session, client: Client) -> None:
+async def test_an_error_of_a_tool_is_named_as_ignored(server: ScriptedServer, session: Session, client: Client) -> None:
     result = {"type": "tool_result", "tool_use_id": "c", "content": "boom", "is_error": True}
     body = {"max_tokens": 9, "messages": [{"role": "user", "content": [result]}]}
     assert (await client.answer(MESSAGES, body)).headers["X-Baton-Ignored"] == "messages.content.is_error"

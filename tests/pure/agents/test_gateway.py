@@ -23,11 +23,11 @@ from service.errors import RunFailed
 from service.handoff.steps.tables import steps_table
 from service.rollout.chat.chat import Chat
 from service.types import EvaluationId, Step, TrajectoryId
-from tests.pure.agents.endpoint import CHAT, SECRET, Client, House, connected, events_of, until, whole
+from tests.pure.agents.endpoint import CHAT, SECRET, Client, ScriptedServer, connected, events_of, until, whole
 from tests.pure.agents.talks import ALL, TALKS, ChatTalk
 
 
-class Front:
+class StartedGateway:
     """A gateway in front of generators, and the buffer that it asks."""
 
     def __init__(self) -> None:
@@ -40,23 +40,23 @@ class Front:
     async def start(self, port: int = 0) -> None:
         self.address = await self.gateway.start("127.0.0.1", port)
 
-    async def again(self, *houses: House) -> None:
+    async def again(self, *servers: ScriptedServer) -> None:
         """Kill the gateway; another process has its address."""
         await self.gateway.stop()
         self.gateway = Gateway(SECRET, self.continues, 60.0)
         await self.start(int(self.address.rpartition(":")[2]))
-        self.serve(*houses)
+        self.serve(*servers)
 
-    def serve(self, *houses: House) -> None:
-        for number, house in enumerate(houses):
-            self.gateway.serves(f"generator-{number}", house.address)
+    def serve(self, *servers: ScriptedServer) -> None:
+        for number, server in enumerate(servers):
+            self.gateway.serves(f"generator-{number}", server.address)
 
 
 @pytest_asyncio.fixture(loop_scope="function")
-async def front(house: House) -> AsyncIterator[Front]:
-    made = Front()
+async def started(server: ScriptedServer) -> AsyncIterator[StartedGateway]:
+    made = StartedGateway()
     await made.start()
-    made.serve(house)
+    made.serve(server)
     yield made
     await made.gateway.stop()
 
@@ -69,107 +69,111 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 @ALL
 async def test_an_answer_is_the_same_through_the_gateway_whole_or_streamed(
-    house: House, front: Front, http: aiohttp.ClientSession, make: type[ChatTalk], monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer,
+    started: StartedGateway,
+    http: aiohttp.ClientSession,
+    make: type[ChatTalk],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(policy_calls, "KEEP_ALIVE_SECONDS", 0.02)
-    key, talk = house.session().key, make("age ?")
-    direct, through = (Client(http, where, key) for where in (house, front))
+    key, talk = server.session().key, make("age ?")
+    direct, through = (Client(http, where, key) for where in (server, started))
     whole = await through.post(talk.path, talk.body())
     retried = await direct.post(talk.path, talk.body(), x_stainless_retry_count="1")
     assert {**whole[1], "created": 0, "created_at": 0} == {**retried[1], "created": 0, "created_at": 0}
-    house.accepting.clear()
+    server.accepting.clear()
     streaming = asyncio.create_task(through.stream(talk.path, talk.body()))
-    await until(lambda: len(house.steps) == 2)
+    await until(lambda: len(server.steps) == 2)
     await asyncio.sleep(0.1)
-    house.accepting.set()
+    server.accepting.set()
     said = await streaming
-    assert said.startswith(policy_calls.COMMENT) and b"17" in said and len(house.steps) == 2
+    assert said.startswith(policy_calls.COMMENT) and b"17" in said and len(server.steps) == 2
     refused = await through.post(talk.path, b"[" * 3 + b"x" * MAX_BODY_BYTES)
     assert refused == await direct.post(talk.path, b"[" * 3 + b"x" * MAX_BODY_BYTES) and refused[0] == 400
 
 
 async def test_a_key_of_no_session_is_refused_without_a_generator_and_an_ended_one_by_the_buffers_word(
-    house: House, front: Front, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, started: StartedGateway, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = house.session()
+    session = server.session()
     for key in ("", "3-0-0.", session.key[:-1], f"3-1-0.{session.key.partition('.')[2]}", "\u00e4.\u00e4"):
-        status, reply = await Client(http, front, key).post(CHAT, {})
+        status, reply = await Client(http, started, key).post(CHAT, {})
         assert status == 401 and reply["error"]["code"] == "invalid_api_key"
-    await house.endpoint.stop()
+    await server.endpoint.stop()
     monkeypatch.setattr(gateways, "SILENT_SECONDS", 0.0)
-    front.ended.add(session.trajectory)  # a newer attempt replaced it, and its worker wakes up
-    assert (await Client(http, front, session.key).post(CHAT, ChatTalk("age ?").body()))[0] == 409
-    assert not house.steps
+    started.ended.add(session.trajectory)  # a newer attempt replaced it, and its worker wakes up
+    assert (await Client(http, started, session.key).post(CHAT, ChatTalk("age ?").body()))[0] == 409
+    assert not server.steps
 
 
 async def test_a_call_of_a_session_that_no_generator_holds_waits_then_gets_503(
-    house: House, front: Front, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, started: StartedGateway, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = house.session()
-    house.sessions._open.clear()
-    client = Client(http, front, session.key)
+    session = server.session()
+    server.sessions._open.clear()
+    client = Client(http, started, session.key)
     waiting = asyncio.create_task(client.post(CHAT, ChatTalk("age ?").body()))
     await asyncio.sleep(0.3)
     assert not waiting.done()
-    house.session()
+    server.session()
     assert (await waiting)[0] == 200
     monkeypatch.setattr(gateways, "WAIT_SECONDS", 0.0)
-    await front.again()
+    await started.again()
     answer = await client.answer(CHAT, ChatTalk("age ?").body())
     assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
 
 
 async def test_a_killed_gateway_is_back_at_its_address_and_a_repeated_call_is_the_same_step(
-    house: House, front: Front, http: aiohttp.ClientSession
+    server: ScriptedServer, started: StartedGateway, http: aiohttp.ClientSession
 ) -> None:
-    session, talk = house.session(), ChatTalk("age ?")
-    client = Client(http, front, session.key)
-    house.accepting.clear()
+    session, talk = server.session(), ChatTalk("age ?")
+    client = Client(http, started, session.key)
+    server.accepting.clear()
     lost = asyncio.create_task(client.post(CHAT, talk.body()))
-    await until(lambda: house.steps)
-    await front.again(house)
+    await until(lambda: server.steps)
+    await started.again(server)
     with pytest.raises(aiohttp.ClientError):
         await lost
-    house.accepting.set()
-    assert (await client.post(CHAT, talk.body()))[0] == 200 and len(house.steps) == 1
+    server.accepting.set()
+    assert (await client.post(CHAT, talk.body()))[0] == 200 and len(server.steps) == 1
 
 
 async def test_a_finish_that_is_in_the_journal_is_answered_again_by_a_gateway_that_has_just_begun(
-    house: House, front: Front, http: aiohttp.ClientSession
+    server: ScriptedServer, started: StartedGateway, http: aiohttp.ClientSession
 ) -> None:
-    session, end = house.session(), ("/rl/sessions/x/finish", {"reward": 1.0})
-    client = Client(http, front, session.key)
+    session, end = server.session(), ("/rl/sessions/x/finish", {"reward": 1.0})
+    client = Client(http, started, session.key)
     assert (await client.post(*end))[0] == 200
-    house.sessions.remove(session)
-    front.ended.add(session.trajectory)
-    await front.again()
+    server.sessions.remove(session)
+    started.ended.add(session.trajectory)
+    await started.again()
     repeated = asyncio.create_task(client.post(*end))
     await asyncio.sleep(0.3)
-    front.serve(house)
+    started.serve(server)
     assert (await repeated)[0] == 200
 
 
 async def test_the_key_of_an_evaluation_that_has_ended_is_refused_at_once(
-    house: House, front: Front, http: aiohttp.ClientSession
+    server: ScriptedServer, started: StartedGateway, http: aiohttp.ClientSession
 ) -> None:
-    session = house.session()
+    session = server.session()
     session.name, session.key = "eval-0a", session_key(SECRET, "eval-0a")
-    house.sessions.finished(session, "")
-    assert (await Client(http, front, session.key).post(CHAT, ChatTalk("age ?").body()))[0] == 409
+    server.sessions.finished(session, "")
+    assert (await Client(http, started, session.key).post(CHAT, ChatTalk("age ?").body()))[0] == 409
 
 
 async def test_a_refusal_after_a_stream_has_begun_is_an_event_of_it(
-    house: House, front: Front, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, started: StartedGateway, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy_calls, "KEEP_ALIVE_SECONDS", 0.02)
-    session = house.session()
-    house.accepting.clear()
-    streaming = asyncio.create_task(Client(http, front, session.key).stream(CHAT, ChatTalk("age ?").body()))
-    await until(lambda: house.steps)
+    session = server.session()
+    server.accepting.clear()
+    streaming = asyncio.create_task(Client(http, started, session.key).stream(CHAT, ChatTalk("age ?").body()))
+    await until(lambda: server.steps)
     await asyncio.sleep(0.1)
-    front.ended.add(session.trajectory)
+    started.ended.add(session.trajectory)
     monkeypatch.setattr(gateways, "SILENT_SECONDS", 0.0)
-    await house.endpoint.stop()
+    await server.endpoint.stop()
     said = await streaming
     assert said.startswith(policy_calls.COMMENT) and b"HTTP/1.1" not in said
     assert "has ended" in events_of(said)[-1]["error"]["message"]
@@ -177,42 +181,42 @@ async def test_a_refusal_after_a_stream_has_begun_is_an_event_of_it(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_work_elsewhere_goes_on_if_the_engine_dies_and_its_client_gets_no_error(
-    house: House, http: aiohttp.ClientSession, stream: bool, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, http: aiohttp.ClientSession, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy_calls, "KEEP_ALIVE_SECONDS", 0.02)
-    session = house.session()
+    session = server.session()
     session.recorded = asyncio.get_running_loop().create_future()
-    house.say = lambda prompt: RunFailed("the engine died")
-    house.sampling.clear()
+    server.say = lambda prompt: RunFailed("the engine died")
+    server.sampling.clear()
     waiting = asyncio.create_task(session.until_finished(60.0))
-    asyncio.get_running_loop().call_later(0.1, house.sampling.set)
+    asyncio.get_running_loop().call_later(0.1, server.sampling.set)
     with pytest.raises(aiohttp.ClientError):
-        await Client(http, house, session.key).post(CHAT, {**ChatTalk("age ?").body(), "stream": stream})
+        await Client(http, server, session.key).post(CHAT, {**ChatTalk("age ?").body(), "stream": stream})
     await asyncio.wait({waiting})
     assert session.moves and waiting.cancelled()
-    house.sessions.remove(session)
+    server.sessions.remove(session)
     with pytest.raises(Refused) as unknown:
-        house.sessions.find(session.key)
+        server.sessions.find(session.key)
     assert unknown.value.status == 401, "the session has not ended"
 
 
 async def test_no_generator_continues_a_session_of_an_evaluation_and_its_client_is_told(
-    house: House, http: aiohttp.ClientSession
+    server: ScriptedServer, http: aiohttp.ClientSession
 ) -> None:
-    session = house.session()
+    session = server.session()
     session.trajectory = EvaluationId(3, 0)
-    house.say = lambda prompt: RunFailed("the engine died")
-    status, _ = await Client(http, house, session.key).post(CHAT, ChatTalk("age ?").body())
-    house.sessions.remove(session)
+    server.say = lambda prompt: RunFailed("the engine died")
+    status, _ = await Client(http, server, session.key).post(CHAT, ChatTalk("age ?").body())
+    server.sessions.remove(session)
     with pytest.raises(Refused) as ended:
-        house.sessions.find(session.key)
+        server.sessions.find(session.key)
     assert (status, ended.value.status) == (500, 409)
 
 
 async def test_an_answer_that_the_gateway_lost_is_answered_again_and_an_equal_call_is_another_step(
-    house: House, front: Front, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, started: StartedGateway, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses, passed_on = [aiohttp.ServerDisconnectedError()], front.gateway._passed_on
+    losses, passed_on = [aiohttp.ServerDisconnectedError()], started.gateway._passed_on
 
     async def loses(*arguments: Any) -> Any:
         answer = await passed_on(*arguments)
@@ -220,80 +224,80 @@ async def test_an_answer_that_the_gateway_lost_is_answered_again_and_an_equal_ca
             raise losses.pop()
         return answer
 
-    monkeypatch.setattr(front.gateway, "_passed_on", loses)
-    client, talk = Client(http, front, house.session().key), ChatTalk("age ?")
-    assert (await client.post(CHAT, talk.body()))[0] == 200 and len(house.steps) == 1
-    assert (await client.post(CHAT, talk.body()))[0] == 200 and len(house.steps) == 2
+    monkeypatch.setattr(started.gateway, "_passed_on", loses)
+    client, talk = Client(http, started, server.session().key), ChatTalk("age ?")
+    assert (await client.post(CHAT, talk.body()))[0] == 200 and len(server.steps) == 1
+    assert (await client.post(CHAT, talk.body()))[0] == 200 and len(server.steps) == 2
 
 
 async def test_waiting_calls_of_a_session_look_for_it_together_until_the_gateway_stops(
-    house: House, front: Front, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, started: StartedGateway, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, ask = list[str](), front.gateway._ask
+    asked, ask = list[str](), started.gateway._ask
 
     async def count(address: str, name: str, key: str) -> int:
         asked.append(name)
         return await ask(address, name, key)
 
-    monkeypatch.setattr(front.gateway, "_ask", count)
-    session = house.session()
-    house.sessions._open.clear()
-    calls = [asyncio.create_task(Client(http, front, session.key).post(CHAT, {"n": n})) for n in range(20)]
+    monkeypatch.setattr(started.gateway, "_ask", count)
+    session = server.session()
+    server.sessions._open.clear()
+    calls = [asyncio.create_task(Client(http, started, session.key).post(CHAT, {"n": n})) for n in range(20)]
     await asyncio.sleep(0.5)
     assert 1 < len(asked) < 5
-    await front.gateway.stop()
+    await started.gateway.stop()
     assert all(isinstance(lost, aiohttp.ClientError) for lost in await asyncio.gather(*calls, return_exceptions=True))
     assert not [task for task in asyncio.all_tasks() if "Gateway." in repr(task)]
 
 
 async def test_bodies_beyond_the_gateways_room_get_503_until_others_are_answered(
-    house: House, front: Front, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, started: StartedGateway, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateways, "MAX_HELD_BYTES", 8000)
     monkeypatch.setattr(gateways, "MAX_OPEN_BODIES", 2)
-    one, other, third = (Client(http, front, house.session(number).key) for number in range(3))
+    one, other, third = (Client(http, started, server.session(number).key) for number in range(3))
     body = ChatTalk(f"age {'?' * 2500}").body()
-    house.accepting.clear()
+    server.accepting.clear()
     waiting = [asyncio.create_task(one.post(CHAT, body))]
-    await until(lambda: len(house.steps) == 1)
+    await until(lambda: len(server.steps) == 1)
     assert (await one.post(CHAT, body))[0] == 503, "more than its share"
     waiting.append(asyncio.create_task(other.post(CHAT, body)))
-    await until(lambda: len(house.steps) == 2)
+    await until(lambda: len(server.steps) == 2)
     full = await third.answer(CHAT, body)
     assert (full.status, full.headers["Retry-After"]) == (503, "1")
-    house.accepting.set()
+    server.accepting.set()
     assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
-    assert (await third.post(CHAT, body))[0] == 200 and not front.gateway._held
+    assert (await third.post(CHAT, body))[0] == 200 and not started.gateway._held
 
 
 async def test_an_answer_whose_client_has_left_is_undelivered(
-    house: House, front: Front, http: aiohttp.ClientSession
+    server: ScriptedServer, started: StartedGateway, http: aiohttp.ClientSession
 ) -> None:
-    session, talk = house.session(), ChatTalk("age ?")
-    client, left = Client(http, front, session.key), asyncio.Event()
-    house.accepting.clear()
+    session, talk = server.session(), ChatTalk("age ?")
+    client, left = Client(http, started, session.key), asyncio.Event()
+    server.accepting.clear()
     leaving = asyncio.create_task(client.leave(CHAT, talk.body(), left))
-    await until(lambda: house.steps)
+    await until(lambda: server.steps)
     left.set()
     await leaving
     await asyncio.sleep(0.1)
-    house.accepting.set()
-    await until(lambda: house.endpoint.requests.undelivered)
-    assert (await client.post(CHAT, talk.body()))[0] == 200 and len(house.steps) == 1
+    server.accepting.set()
+    await until(lambda: server.endpoint.requests.undelivered)
+    assert (await client.post(CHAT, talk.body()))[0] == 200 and len(server.steps) == 1
 
 
-async def test_no_request_reaches_another_host(house: House, front: Front) -> None:
-    key = house.session().key
+async def test_no_request_reaches_another_host(server: ScriptedServer, started: StartedGateway) -> None:
+    key = server.session().key
     for target in ("@127.0.0.1:9/", "//127.0.0.1:9/v1/models", "http://127.0.0.1:9/v1/models"):
-        reader, writer = await connected(front.address)
+        reader, writer = await connected(started.address)
         writer.write(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nx-api-key: {key}\r\n\r\n".encode())
         status = int((await reader.read()).split(b" ")[1])
         writer.close()
         assert status in (200, 400, 404), target
 
 
-async def test_a_request_without_a_path_is_refused(front: Front) -> None:
-    reader, writer = await connected(front.address)
+async def test_a_request_without_a_path_is_refused(started: StartedGateway) -> None:
+    reader, writer = await connected(started.address)
     writer.write(b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n")
     assert (await reader.read()).startswith(b"HTTP/1.1 404")
     writer.close()
@@ -307,42 +311,42 @@ class Fleet:
 
     Every response that is sampled is another one, so that a second sampling of a step would be seen."""
 
-    def __init__(self, chat: Chat, front: Front) -> None:
-        self.chat, self.front, self.random = chat, front, random.Random(5)
+    def __init__(self, chat: Chat, started: StartedGateway) -> None:
+        self.chat, self.started, self.random = chat, started, random.Random(5)
         self.journal: dict[int, list[Step]] = {number: [] for number in range(SESSIONS)}
-        self.houses: list[House] = []
-        self.holder: dict[int, House] = {}
+        self.servers: list[ScriptedServer] = []
+        self.holder: dict[int, ScriptedServer] = {}
         self.sampled = itertools.count()
-        self.killed: list[House] = []
+        self.killed: list[ScriptedServer] = []
         """Generators that answer nothing any more."""
 
     async def start(self) -> None:
         """Start one generator more."""
-        house = House(self.chat)
-        house.allowed, house.max_tokens = replace(house.allowed, max_turns=4096), 1 << 20
-        house.say = lambda prompt: f"word {next(self.sampled)}"
-        house.address = await house.endpoint.start("127.0.0.1", 0)
-        self.houses.append(house)
+        server = ScriptedServer(self.chat)
+        server.allowed, server.max_tokens = replace(server.allowed, max_turns=4096), 1 << 20
+        server.say = lambda prompt: f"word {next(self.sampled)}"
+        server.address = await server.endpoint.start("127.0.0.1", 0)
+        self.servers.append(server)
 
     def open(self, number: int) -> None:
         """Open a session on one of the generators, from what the journal has of it."""
-        house = self.holder[number] = self.random.choice(self.houses)
-        session = house.session(number)
+        server = self.holder[number] = self.random.choice(self.servers)
+        session = server.session(number)
         session.restore(steps_table(self.journal[number][::-1]))
-        session._sink = Journal(self, house, number)  # type: ignore[assignment]
+        session._sink = Journal(self, server, number)  # type: ignore[assignment]
 
     async def kill(self) -> None:
         """Kill a generator; its sessions are opened elsewhere a moment later."""
-        house = self.houses.pop(self.random.randrange(len(self.houses)))
-        moving = [number for number, holder in self.holder.items() if holder is house]
-        house.endpoint.is_abandoned = True
-        for session in house.sessions.open():
+        server = self.servers.pop(self.random.randrange(len(self.servers)))
+        moving = [number for number, holder in self.holder.items() if holder is server]
+        server.endpoint.is_abandoned = True
+        for session in server.sessions.open():
             session.moves = True
             session.close()
-        self.killed.append(house)
+        self.killed.append(server)
         await self.start()
-        self.front.gateway._generators.clear()
-        self.front.serve(*self.houses)
+        self.started.gateway._generators.clear()
+        self.started.serve(*self.servers)
         for number in moving:
             self.open(number)
 
@@ -350,15 +354,15 @@ class Fleet:
 class Journal:
     """What takes a session's steps, as long as its generator lives."""
 
-    def __init__(self, fleet: Fleet, house: House, number: int) -> None:
-        self.fleet, self.house, self.number = fleet, house, number
+    def __init__(self, fleet: Fleet, server: ScriptedServer, number: int) -> None:
+        self.fleet, self.server, self.number = fleet, server, number
 
     def append(self, step: Step) -> None:
         self.step = step
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
         await asyncio.sleep(self.fleet.random.random() / 50)
-        if self.house not in self.fleet.houses:
+        if self.server not in self.fleet.servers:
             await asyncio.Event().wait()  # the buffer refuses it, and its process has died
         self.fleet.journal[self.number].append(self.step)
         await asyncio.sleep(self.fleet.random.random() / 50)
@@ -366,18 +370,18 @@ class Journal:
 
 
 async def test_a_hundred_killed_generators_lose_no_session_and_change_no_acknowledged_token(
-    bytes_chat: Chat, front: Front, http: aiohttp.ClientSession
+    bytes_chat: Chat, started: StartedGateway, http: aiohttp.ClientSession
 ) -> None:
-    fleet = Fleet(bytes_chat, front)
+    fleet = Fleet(bytes_chat, started)
     for _ in range(3):
         await fleet.start()
-    front.serve(*fleet.houses)
+    started.serve(*fleet.servers)
     for number in range(SESSIONS):
         fleet.open(number)
     said: dict[int, list[str]] = {number: [] for number in range(SESSIONS)}
 
     async def agent(number: int, make: type[ChatTalk]) -> None:
-        talk, client = make(f"task {number} ?"), Client(http, front, session_key(SECRET, f"3-{number}-0"))
+        talk, client = make(f"task {number} ?"), Client(http, started, session_key(SECRET, f"3-{number}-0"))
         while len(fleet.killed) < KILLS or len(said[number]) < TURNS:
             status, reply = await client.post(talk.path, talk.body())
             assert status == 200, reply
@@ -400,4 +404,4 @@ async def test_a_hundred_killed_generators_lose_no_session_and_change_no_acknowl
         assert said[number] == [bytes_chat.text(step.response_ids[step.loss_mask][:-1]) for step in steps]
         assert [step.index for step in steps] == list(range(len(steps)))
         whole(steps)  # the references hold
-    await asyncio.gather(*(house.endpoint.stop() for house in (*fleet.killed, *fleet.houses)))
+    await asyncio.gather(*(server.endpoint.stop() for server in (*fleet.killed, *fleet.servers)))

@@ -96,17 +96,17 @@ async def test_a_published_agent_edits_a_file_and_its_own_calls_are_one_exact_ch
     call = '<tool_call>{"name": "%s", "arguments": {"%s": "%s"}}</tool_call>'
     last = call % (agent.tool, agent.argument, SUBMIT) if name == "mini" else "Done."
     replies = iter([call % (agent.tool, agent.argument, EDIT), last])
-    async with opened(bytes_chat) as house:
-        house.allowed = replace(house.allowed, max_input_length=400_000)
-        house.max_tokens = 1_000_000
-        house.say = lambda prompt: "A title" if "title generator" in prompt else next(replies)
-        session = house.session()
+    async with opened(bytes_chat) as server:
+        server.allowed = replace(server.allowed, max_input_length=400_000)
+        server.max_tokens = 1_000_000
+        server.say = lambda prompt: "A title" if "title generator" in prompt else next(replies)
+        session = server.session()
         try:
             got = await runner.run(TASK, session.base_url, session.key, 0)
         finally:
             await runner.close()
     assert (got.reward, got.status) == (1.0, "ok"), got
     roles = roles_of(session.tree.calls)
-    assert sorted(roles) == [*aside, Role.MAIN, Role.MAIN] and whole(house.steps) == house.prompts
+    assert sorted(roles) == [*aside, Role.MAIN, Role.MAIN] and whole(server.steps) == server.prompts
     first, second = (call for call, role in zip(session.tree.calls, roles, strict=True) if role == Role.MAIN)
     assert second.parent is first

@@ -71,16 +71,16 @@ async def test_an_agent_of_a_library_answers_in_exact_chains_that_are_all_traine
 ) -> None:
     recipe = RECIPES[library]
     python = python_with(*recipe.packages)
-    async with opened(bytes_chat) as house:
-        house.allowed = replace(house.allowed, max_input_length=40_000)
+    async with opened(bytes_chat) as server:
+        server.allowed = replace(server.allowed, max_input_length=40_000)
         replies = iter(recipe.replies)
-        house.say = lambda prompt: next(replies, "one call too many")
-        session = house.session()
+        server.say = lambda prompt: next(replies, "one call too many")
+        session = server.session()
         assert await printed_by(python, "recipe_program.py", library, session.base_url, session.key) == 17
         calls = session.tree.calls
-        assert whole(house.steps) == house.prompts and len(calls) == len(recipe.replies)
+        assert whole(server.steps) == server.prompts and len(calls) == len(recipe.replies)
         assert roles_of(calls) == [Role.MAIN] * len(calls)
         assert sum(call.parent is None for call in calls) == recipe.n_chains
         (row,) = (line for line in PAGE.splitlines() if line.startswith("|") and f"`{library}`" in line)
-        ignored = {name for _, name in house.endpoint.calls._noted}
-        assert ignored <= set(re.findall(r"`([\w.]+)`", row)), (sorted(ignored), dict(house.endpoint.requests.refused))
+        ignored = {name for _, name in server.endpoint.calls._noted}
+        assert ignored <= set(re.findall(r"`([\w.]+)`", row)), (sorted(ignored), dict(server.endpoint.requests.refused))

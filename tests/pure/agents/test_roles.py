@@ -19,7 +19,7 @@ from service.handoff.steps.tables import steps_table
 from service.handoff.steps.values import ROLES
 from service.rollout.chat.chat import Chat
 from service.rollout.plain_values import NotAllowed
-from tests.pure.agents.endpoint import CHAT, GENERATE, Client, House, client_of, events_of, opened, until
+from tests.pure.agents.endpoint import CHAT, GENERATE, Client, ScriptedServer, client_of, events_of, opened, until
 
 MAIN, SUB, AUX, RETRY, UNDELIVERED = ROLES
 TOOL = {"type": "function", "function": {"name": "edit", "parameters": {"type": "object", "properties": {}}}}
@@ -37,13 +37,13 @@ def user(text: str) -> dict[str, Any]:
 class Program:
     """A client that keeps its own history, and can lose answers."""
 
-    def __init__(self, client: Client, house: House, session: Session) -> None:
-        self.client, self.house, self.session = client, house, session
+    def __init__(self, client: Client, server: ScriptedServer, session: Session) -> None:
+        self.client, self.server, self.session = client, server, session
 
     async def call(
         self, *messages: dict[str, Any], tools: bool = True, says: str = "17", **headers: str
     ) -> dict[str, Any]:
-        self.house.say = lambda prompt: says
+        self.server.say = lambda prompt: says
         body: dict[str, Any] = {"model": "m", "messages": list(messages)}
         if tools:
             body["tools"] = [TOOL]
@@ -62,11 +62,11 @@ class Program:
 
 @asynccontextmanager
 async def visited(chat: Chat, *named_roles: str) -> AsyncIterator[Program]:
-    """A program at a house of its own, with a session there."""
-    async with opened(chat, named_roles=named_roles) as house:
-        session = house.session()
-        async with client_of(house, session) as client:
-            yield Program(client, house, session)
+    """A program at a server of its own, with a session there."""
+    async with opened(chat, named_roles=named_roles) as server:
+        session = server.session()
+        async with client_of(server, session) as client:
+            yield Program(client, server, session)
 
 
 async def test_the_calls_of_a_coding_agent_have_the_roles_of_the_worked_example(bytes_chat: Chat) -> None:
@@ -88,7 +88,7 @@ async def test_the_calls_of_a_coding_agent_have_the_roles_of_the_worked_example(
         assert again["content"] == "read it"
         assert agent.roles == [AUX, MAIN, RETRY, MAIN, MAIN, SUB, MAIN, MAIN, UNDELIVERED, MAIN]
         restored = ConversationTree(bytes_chat, JsonCalls())
-        restored.restore(steps_table(agent.house.steps))
+        restored.restore(steps_table(agent.server.steps))
         assert roles_of(restored.calls) == [*agent.roles[:-2], MAIN, MAIN]
 
 
@@ -127,27 +127,27 @@ async def test_several_samples_of_one_request_are_trained_siblings(bytes_chat: C
     body = {"messages": [user("age?")], "n": 1}
     async with visited(bytes_chat) as agent, asyncio.timeout(30):
         texts = iter("abcdefgh")
-        agent.house.say = lambda prompt: next(texts)
+        agent.server.say = lambda prompt: next(texts)
         _, answer = await agent.client.post(CHAT, {**body, "n": 3})
         assert [(one["index"], one["message"]["content"]) for one in answer["choices"]] == [
             (0, "a"),
             (1, "b"),
             (2, "c"),
         ]
-        assert answer["usage"]["completion_tokens"] == sum(len(step.response_ids) for step in agent.house.steps)
+        assert answer["usage"]["completion_tokens"] == sum(len(step.response_ids) for step in agent.server.steps)
         for _ in range(2):
             await agent.client.post(CHAT, body)
-        agent.house.sampling.clear()
+        agent.server.sampling.clear()
         asked = [asyncio.create_task(agent.client.post(CHAT, body, X_Baton_Sample=name)) for name in ("x", "y", "y")]
-        await until(lambda: len(agent.house.prompts) == 7)
-        agent.house.sampling.set()
+        await until(lambda: len(agent.server.prompts) == 7)
+        agent.server.sampling.set()
         replies = [answer["choices"][0]["message"]["content"] for _, answer in await asyncio.gather(*asked)]
         assert sorted(set(replies)) == ["f", "g"] and replies[1] == replies[2]
         assert agent.roles == [MAIN] * 7
         assert all(call.parent is None for call in agent.session.tree.calls)
         chunks = [chunk["choices"][0] for chunk in events_of(await agent.client.stream(CHAT, {**body, "n": 1}))]
         assert [chunk["index"] for chunk in chunks] == [0, 0]
-        assert agent.house.endpoint.calls.answered["chat", "replayed"] == 0
+        assert agent.server.endpoint.calls.answered["chat", "replayed"] == 0
 
 
 async def test_independent_questions_and_edited_histories_are_the_agents_own(bytes_chat: Chat) -> None:
@@ -173,7 +173,7 @@ async def test_a_title_in_the_words_of_the_request_is_no_summary(bytes_chat: Cha
         await agent.call(system("you code"), user(request))
         assert agent.roles == [AUX, MAIN]
         restored = ConversationTree(bytes_chat, JsonCalls())
-        restored.restore(steps_table(agent.house.steps))
+        restored.restore(steps_table(agent.server.steps))
         assert roles_of(restored.calls) == agent.roles
 
 
@@ -186,7 +186,7 @@ async def test_a_client_names_the_role_of_a_conversation(bytes_chat: Chat) -> No
         for wrong in ("retry", "MAIN", "judge"):
             status, answer = await agent.client.post(CHAT, {"messages": [user("x")]}, X_Baton_Role=wrong)
             assert status == 400 and "main, sub, aux" in answer["error"]["message"]
-        assert len(agent.house.steps) == 3
+        assert len(agent.server.steps) == 3
 
 
 async def test_calls_and_roles_of_the_configuration_get_rewards_of_their_own(bytes_chat: Chat) -> None:

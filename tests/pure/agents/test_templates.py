@@ -147,10 +147,10 @@ async def in_environment(chat: Chat, ids: Sequence[str]) -> list[str]:
 async def by_client(chat: Chat, make: type[ChatTalk]) -> tuple[list[str], list[str], str | None]:
     """What each further prompt of a client adds; the ids of its calls; and the whole prompt after the client changed
     its first message, None if it is refused."""
-    async with opened(chat) as house:
-        says, session, talk = iter([*SAYS, ""]), house.session(), make("hi")
-        house.say = lambda prompt: next(says)
-        async with client_of(house, session) as client:
+    async with opened(chat) as server:
+        says, session, talk = iter([*SAYS, ""]), server.session(), make("hi")
+        server.say = lambda prompt: next(says)
+        async with client_of(server, session) as client:
             for told in ("ANSWER", "next", "ANSWER", "more"):
                 await exchange(client, talk, told)
             sent = [*getattr(talk, "messages", ()), *getattr(talk, "input", ())]

@@ -33,18 +33,18 @@ async def test_a_wished_form_is_answered_freely_and_noted_or_refused_by_its_fiel
 ) -> None:
     body = {**ASKED[path], "tools": TOOLS[path], "temperature": 0.1, **wish}
     caplog.set_level(logging.INFO)
-    async with opened(bytes_chat) as house, client_of(house, house.session()) as client:
+    async with opened(bytes_chat) as server, client_of(server, server.session()) as client:
         for stream in (False, True):
             answer = await client.answer(path, {**body, "stream": stream})
             assert answer.status == 200
             assert answer.headers[IGNORED_HEADER].split(", ") == ["temperature", field]
-        assert all(step.loss_mask.all() for step in house.steps)
+        assert all(step.loss_mask.all() for step in server.steps)
     noted = [record.getMessage() for record in caplog.records if field in record.getMessage()]
     assert len(noted) == 1 and "temperature" in noted[0]
-    async with opened(bytes_chat, structured="refuse") as house, client_of(house, house.session()) as client:
+    async with opened(bytes_chat, structured="refuse") as server, client_of(server, server.session()) as client:
         status, refused = await client.post(path, body)
         assert status == 400 and refused["error"]["message"].startswith(f"{field}: ")
-        assert not house.steps
+        assert not server.steps
 
 
 async def test_fields_that_are_ignored_are_named_by_a_bounded_number_of_plain_names(
@@ -74,7 +74,7 @@ SHOWING = "{{ tools }}" + SILENT
 async def test_tools_that_the_chat_template_does_not_show_are_named_as_ignored(
     template: str, ignored: str | None
 ) -> None:
-    async with opened(Chat(tokenizer_of(template))) as house, client_of(house, house.session()) as client:
+    async with opened(Chat(tokenizer_of(template))) as server, client_of(server, server.session()) as client:
         answer = await client.answer(CHAT, {**ASKED[CHAT], "tools": TOOLS[CHAT]})
         assert (answer.status, answer.headers.get(IGNORED_HEADER)) == (200, ignored)
         assert IGNORED_HEADER not in (await client.answer(CHAT, ASKED[CHAT])).headers
@@ -88,12 +88,12 @@ async def test_a_begun_answer_is_continued_with_the_tokens_of_transformers_and_t
     path: str,
 ) -> None:
     chat = Chat(tokenizer := tokenizer_of(SILENT))
-    async with opened(chat) as house:
-        session = house.session()
+    async with opened(chat) as server:
+        session = server.session()
         messages = [{"role": "user", "content": "age? as JSON"}, {"role": "assistant", "content": '{"<|im_end|>age": '}]
         plain = [messages[0], {"role": "assistant", "content": '{"age": '}]
-        async with client_of(house, session) as client:
-            house.say = lambda prompt: "17}"
+        async with client_of(server, session) as client:
+            server.say = lambda prompt: "17}"
             for begun in (plain, messages):
                 status, answer = await client.post(path, {**CONTINUES[path], "messages": begun})
                 said = answer["choices"][0]["message"]["content"] if path == CHAT else answer["content"][0]["text"]
@@ -103,9 +103,9 @@ async def test_a_begun_answer_is_continued_with_the_tokens_of_transformers_and_t
             follow += [{"role": "assistant", "content": "yes, "}]
             await client.post(path, {**CONTINUES[path], "messages": follow})
         expected = tokenizer.apply_chat_template(plain, continue_final_message=True, tokenize=False)
-        assert house.prompts[0] == tokenizer(expected, add_special_tokens=False)["input_ids"]
+        assert server.prompts[0] == tokenizer(expected, add_special_tokens=False)["input_ids"]
         first, second, third = session.tree.calls
         assert [call.how for call in (first, second, third)] == ["root", "root", "appended"] and third.parent is second
-        assert house.is_exact and all(step.loss_mask.all() for step in house.steps)
-        assert house.prompts[2][-5:] == chat.plain("yes, ").tolist()
-        assert house.prompts[1].count(chat.end_id) == house.prompts[0].count(chat.end_id), "it is text"
+        assert server.is_exact and all(step.loss_mask.all() for step in server.steps)
+        assert server.prompts[2][-5:] == chat.plain("yes, ").tolist()
+        assert server.prompts[1].count(chat.end_id) == server.prompts[0].count(chat.end_id), "it is text"
