@@ -1,4 +1,5 @@
-"""Training steps on CPU in two layouts, on the same rows, in one run: padded against packed, packed against shared.
+"""Training steps on CPU in two layouts, on the same rows, in one run: padded against packed, packed against shared;
+and packed without and with supports of 20 tokens.
 
     python -m benchmarks.learn
 
@@ -49,7 +50,7 @@ VOCABULARY = 8192
 ROWS, ROWS_A_MICRO_BATCH, LONGEST = 16, 8, 3000
 PROMPT, SAMPLES = 1500, 8
 TURNS, THINKING, ANSWER, OBSERVATION = 8, 100, 100, 300
-PADDED, SHARED = ("padded", "packed"), ("packed", "shared_prefix")
+PADDED, SHARED, SUPPORTED = ("padded", "packed"), ("packed", "shared_prefix"), ("packed", "supported")
 BUDGET = 16384
 """Tokens of a micro-batch, against shared prefixes."""
 
@@ -105,6 +106,7 @@ WORKLOADS = {
     "samples": Workload(samples, SHARED, 2.0),
     "conversation": Workload(conversation, SHARED, 3.0),
     "apart": Workload(apart, SHARED, 1 / 1.05),
+    "supports": Workload(samples, SUPPORTED, 1 / 1.05),
 }
 
 
@@ -118,12 +120,14 @@ def mini_batch(name: str, layout: str) -> MiniBatch:
     chosen: Sequence[Sequence[int]]
     if workload.layouts == PADDED:
         chosen = [range(start, start + ROWS_A_MICRO_BATCH) for start in range(0, ROWS, ROWS_A_MICRO_BATCH)]
-    elif layout == "packed":
+    elif layout != "shared_prefix":
         chosen = place(length_R, trajectory_R, 1, BUDGET).ranks[0]
     else:
         order = prefix_order(packed.token_ids_N, packed.offsets_R)
         chosen = place_sharing(order, length_R, trajectory_R, prompt_G, 1, BUDGET).ranks[0]
     micros = [micro_batch_of([rows[i] for i in mine], trajectory_R[list(mine)]) for mine in chosen]
+    if layout == "supported":
+        micros = [with_supports(micro) for micro in micros]
     return mini_batch_of(micros, len(prompt_G))
 
 
@@ -154,6 +158,13 @@ def micro_batch_of(rows: Sequence[SupervisedRow], trajectories: Sequence[int]) -
     )
 
 
+def with_supports(micro: MicroBatch) -> MicroBatch:
+    """The micro-batch, whose tokens were drawn from 20 tokens each."""
+    others_MU = np.sort((micro.token_ids_N[micro.loss_mask_N, None] + np.arange(1, 20) * 397) % VOCABULARY)
+    sizes_N = np.where(micro.loss_mask_N, 20, 0).astype(np.uint16)
+    return replace(micro, support_size_N=sizes_N, support_U=others_MU.reshape(-1).astype(np.uint16))
+
+
 def mini_batch_of(micros: Sequence[MicroBatch], trajectories: int) -> MiniBatch:
     """The micro-batches of one rank and one prompt, with random advantages."""
     owner = np.concatenate([micro.trajectory_of_row_R for micro in micros])
@@ -174,7 +185,8 @@ def mini_batch_of(micros: Sequence[MicroBatch], trajectories: int) -> MiniBatch:
 def measure(layout: str, folder: Path, batch: MiniBatch) -> dict[str, float]:
     """Measure one step in this process, after a warm-up step."""
     torch.set_num_threads(1)
-    config = Config(model=ModelConfig(dtype="float32"), trainer=TrainerConfig(lr=1e-4, layout=layout))
+    trainer = TrainerConfig.model_validate({"lr": 1e-4, "layout": layout.replace("supported", "packed")})
+    config = Config(model=ModelConfig(dtype="float32"), trainer=trainer)
     learner = Learner(LearnSettings.of(config), folder, torch.device("cpu"), 0, 1)
     learner.step(mini_batch_of([micro_batch_of([made_row(np.arange(32), 10)], [0])], 1))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
