@@ -27,7 +27,7 @@ from service.learn.losses.policy_losses import (
     kl_term,
     loss_named,
 )
-from service.learn.losses.step_metrics import Sums
+from service.learn.losses.step_metrics import RatioMetrics, Sums, step_metrics
 from service.learn.model.logprob import TokenLogprobs
 from service.types import MiniBatch
 from tests.pure.learn.builders import CPU, MadeRow, made_rows, mini_batch, settings
@@ -133,6 +133,40 @@ def test_tokens_outside_a_band_leave_the_loss_and_the_others_have_their_weights(
     term = np.where(kept, -np.minimum(ratio, 1.1) * ratio * batch.advantage_G[:, None], 0)
     assert loss == pytest.approx(reduce(term, mask, "token_mean", batch.prompt_of_trajectory_G), rel=1e-9)
     assert sums["masked"] == (mask * ~kept).sum() > 0 and sums["truncated"] == (mask * (ratio > 1.1)).sum() > 0
+
+
+def test_the_terms_beside_the_policy_and_the_metrics_of_ratios_are_their_formulas() -> None:
+    rows, rng = made_rows(6, seed=30), np.random.default_rng(4)
+    batch = mini_batch([[rows]], trajectories=6)
+    algorithm = {"loss": "importance_sampling", "anchor": "proximal", "kl_coef": 0.3, "kl_estimator": "k2"}
+    algorithm |= {"entropy_coef": 0.1, "correction": {"truncate": "sequence", "truncate_at": 1.2}}
+    objective, sums = Objective(settings(algorithm), CPU, torch.float64), Sums(CPU, 1)
+    micro = DeviceBatch.of(batch.ranks[0][0], DeviceSettings(CPU, torch.float64))
+    rollout_M, owner_M = micro.rollout_logprob_M.numpy(), micro.trajectory_M.numpy()
+    own_M, frozen_M, reference_M = (rollout_M + rng.normal(0, 0.2, len(rollout_M)) for _ in range(3))
+    entropy_M = rng.random(len(own_M))
+    own, frozen, reference, entropy = map(torch.from_numpy, (own_M, frozen_M, reference_M, entropy_M))
+    fixed = FixedLogprobs(own, frozen, reference)
+    prepared = objective.prepare(batch, [micro], [fixed])
+    loss = objective.loss(micro, fixed, prepared, TokenLogprobs(own, entropy), sums)
+    correction_G = np.minimum(np.exp(np.bincount(owner_M, frozen_M - rollout_M, minlength=6)), 1.2)
+    policy_M = -correction_G[owner_M] * np.exp(own_M - frozen_M) * batch.advantage_G[owner_M]
+    terms_M = policy_M + 0.3 * (own_M - reference_M) ** 2 / 2 - 0.1 * entropy_M
+    assert float(loss) == pytest.approx(terms_M.mean(), rel=1e-6)
+
+    metrics, ratio_M = step_metrics(sums.totals() | {"grad_square": 0.0}, len(own_M)), np.exp(own_M - rollout_M)
+    kl_M = ratio_M - 1 - np.log(ratio_M)
+    assert metrics["policy/policy_kl"] == pytest.approx(kl_M.mean(), rel=1e-6)
+    assert metrics["policy/is_ratio_std"] == pytest.approx(ratio_M.std(), rel=1e-6)
+    fresh_M = micro.staleness_M.numpy() == 0
+    assert metrics["policy/by_staleness/0/kl"] == pytest.approx(kl_M[fresh_M].mean(), rel=1e-6)
+
+
+def test_a_ratio_that_is_not_a_number_counts_as_a_difference_of_engine_and_trainer() -> None:
+    sums, nobody = Sums(CPU, 1), torch.zeros(3)
+    log_ratio_M = torch.tensor([float("nan"), 0.05, 0.5])
+    RatioMetrics(CPU, 0.1).add(sums, log_ratio_M, nobody.bool(), nobody.int())
+    assert sums.totals()["differing/0"] == 2
 
 
 @pytest.mark.parametrize("mode", ["advantage", "kl"])
