@@ -135,7 +135,10 @@ class Trial:
             "job_name": session.base_url.split("/")[-2],
             "tasks": [{"path": task.extra_info[FOLDER]}],
             "agents": [agent],
-            "environment": {**self._job.get("environment", {}), "type": self._environment},
+            "environment": {
+                **self._job.get("environment", {}),
+                "import_path" if ":" in self._environment else "type": self._environment,
+            },
             "n_attempts": 1,
             "n_concurrent_trials": 1,
             "retry": {"max_retries": 0},
@@ -198,7 +201,8 @@ async def _started(program: str, trials: Path, variables: Collection[str]) -> _S
         words = ["setpriv", "--pdeathsig", "TERM", found, "serve", "--port", str(port), "--data-dir", str(data)]
         path = f"{Path(found).absolute().parent}:{os.environ.get('PATH', os.defpath)}"  # podman-compose is beside it
         passed = {name: os.environ[name] for name in os.environ if name in variables or PASSED.fullmatch(name)}
-        given = {"HARBOR_TELEMETRY": "0", **passed, "HARBOR_API_KEY": key, "PATH": path}
+        # a class of the user's own may be in the current folder
+        given = {"PYTHONPATH": os.getcwd(), "HARBOR_TELEMETRY": "0", **passed, "HARBOR_API_KEY": key, "PATH": path}
         with (data / "server.log").open("wb") as output:
             process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=given)
         server = _Server(f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"}, data)

@@ -22,7 +22,10 @@ cgroup_manager = "cgroupfs"
 runtime = "runc"
 """
 BASE_FILES = Path(__file__).parents[2] / "build" / "containers" / "base.tar"
-APPLETS = ("sh", "sleep", "wget", "grep", "cat", "sed", "echo", "env", "ls", "nc", "dd")
+APPLETS = (
+    *("sh", "sleep", "wget", "grep", "cat", "sed", "echo", "env", "ls", "nc", "dd"),
+    *("mkdir", "touch", "tar", "chmod", "chown", "rm", "true", "["),
+)
 
 
 def podman(*words: str) -> str:
@@ -36,28 +39,37 @@ def bytes_chat() -> Chat:
 
 
 @pytest.fixture(scope="session")
-def busybox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def busybox() -> Iterator[str]:
     """An image of busybox in a store of its own."""
     if missing := [name for name in ("podman", "runc", "nsenter", "busybox") if shutil.which(name) is None]:
         pytest.skip(f"needs {', '.join(missing)}: apt-get install podman runc util-linux busybox-static")
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    folder: Path = tmp_path_factory.mktemp("podman")
+    folder = Path(tempfile.mkdtemp(prefix="podman-"))  # what stays mounted in pytest's folders fails other runs
     nofile = subprocess.run(["sh", "-c", "ulimit -Hn"], capture_output=True, text=True, check=True).stdout.strip()
     (folder / "containers.conf").write_text(CONTAINERS.format(nofile=nofile))
-    store = f'[storage]\ndriver = "vfs"\nrunroot = "{folder}/run"\ngraphroot = "{folder}/graph"\n'
-    (folder / "storage.conf").write_text(store)
+    store = f'[storage]\ndriver = "{{}}"\nrunroot = "{folder}/run"\ngraphroot = "{folder}/graph"\n'
+    (folder / "storage.conf").write_text(store.format("overlay"))
+    asked = {**os.environ, "CONTAINERS_STORAGE_CONF": str(folder / "storage.conf")}
+    if subprocess.run(["podman", "info"], env=asked, capture_output=True, timeout=120).returncode:
+        (folder / "storage.conf").write_text(store.format("vfs"))  # it copies every layer
     root = folder / "root"
     (root / "bin").mkdir(parents=True)
     shutil.copy(str(shutil.which("busybox")), root / "bin")
     for applet in APPLETS:
         (root / "bin" / applet).symlink_to("busybox")
+    (root / "etc").mkdir()
+    (root / "etc" / "passwd").write_text("root:x:0:0:root:/:/bin/sh\n")
+    (root / "bin" / "bash").write_text('#!/bin/sh\nexec /bin/sh "$@"\n')  # Harbor runs commands with bash
+    (root / "bin" / "bash").chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CONTAINERS_CONF", str(folder / "containers.conf"))
         patch.setenv("CONTAINERS_STORAGE_CONF", str(folder / "storage.conf"))
         subprocess.run(["sh", "-c", f"tar -C {root} -c . | podman import - localhost/busybox:1"], check=True)
         yield "localhost/busybox:1"
         podman("rmi", "--all", "--force")
+    subprocess.run(["umount", folder / "graph" / "overlay"], capture_output=True, timeout=60)
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

@@ -12,12 +12,12 @@ from typing import NamedTuple
 BASE = "localhost/baton-tasks:1"
 TOML = """schema_version = "1.4"
 [verifier]
-timeout_sec = 60.0
+timeout_sec = 120.0
 environment_mode = "shared"
 [agent]
-timeout_sec = 300.0
+timeout_sec = 900.0
 [environment]
-build_timeout_sec = 300.0
+build_timeout_sec = 900.0
 """
 NUMBERS = "RUN for n in 1 2 3 4 5; do echo $n; done > numbers.txt"
 TABLE = "RUN sqlite3 shop.db 'CREATE TABLE sales (item TEXT, price INT); INSERT INTO sales VALUES (1, 20), (2, 22)'"

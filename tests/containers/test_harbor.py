@@ -6,9 +6,12 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,14 +22,15 @@ from service.rollout.chat.chat import Chat
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Task, TrajectoryFailed
 from service.rollout.prompts.dataset import load_tasks
-from tests.containers.tasks import make_tasks
+from tests.containers.tasks import TASKS, make_tasks
 from tests.pure.agents.endpoint import ScriptedServer, opened, whole
+from tests.pure.agents.own_environment import python_with
 
 PROGRAM = Path(__file__).parents[2] / ".venv-harbor" / "bin" / "harbor"
 pytestmark = [
     pytest.mark.full,
     pytest.mark.slow,
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(not PROGRAM.exists(), reason="needs `make harbor`"),
     pytest.mark.usefixtures("nothing_left"),
 ]
@@ -38,11 +42,34 @@ def keys(*typed: str, done: bool = False) -> str:
     return json.dumps({"analysis": "", "plan": "", "commands": commands, "task_complete": done})
 
 
-SCRIPTS = {
-    "terminus-2": [keys("echo blue > /app/colour.txt"), keys(done=True), keys(done=True)],
-    "oracle": [],
-    "nop": [],
+def bash(command: str) -> str:
+    """A reply as mini-swe-agent reads it."""
+    return f"<tool_call>{json.dumps({'name': 'bash', 'arguments': {'command': command}})}</tool_call>"
+
+
+SCRIPTS: Mapping[str, Callable[[str], Sequence[str]]] = {
+    "terminus-2": lambda solution: [keys("cd /app", solution), keys(done=True), keys(done=True)],
+    "mini-swe-agent": lambda solution: [bash(solution), bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")],
 }
+UNSOLVED = ("branch", "query")
+"""Tasks in which an agent does nothing."""
+
+
+def job_of_mini(python: Path, folder: Path) -> str:
+    """A job's file for mini-swe-agent, which the container gets from this machine instead of from an image."""
+    here, program = python.parents[1].resolve(), python.with_name("mini-swe-agent").resolve()
+    shown = {str(here): str(here), sys.base_prefix: sys.base_prefix, str(program): "/usr/local/bin/mini-swe-agent"}
+    mounts = [{"type": "bind", "source": at, "target": to, "read_only": True} for at, to in shown.items()]
+    job = {"agents": [{"kwargs": {"skip_install": True}}], "environment": {"mounts": mounts}}
+    (folder / "job.yaml").write_text(json.dumps(job))
+    return str(folder / "job.yaml")
+
+
+def own_address() -> str:
+    """An address of this machine that a container on a bridge reaches."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect(("192.0.2.1", 9))  # sends nothing
+        return str(asked.getsockname()[0])
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +87,17 @@ def tasks(base_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 async def tried(
-    server: ScriptedServer, task: Task, agent: str, trials: Path, number: int = 0, deadline: float = 600.0
+    server: ScriptedServer,
+    task: Task,
+    agent: str,
+    trials: Path,
+    number: int = 0,
+    deadline: float = 1800.0,
+    **options: Any,
 ) -> Session:
-    model = "openai/policy" if agent == "terminus-2" else ""
+    model = "openai/policy" if agent in SCRIPTS else ""
     session, allowed = server.session(number), replace(server.allowed, step_deadline=deadline)
-    make = lambda: Trial(agent, "podman", model, program=str(PROGRAM), trials=str(trials))  # noqa: E731
+    make = lambda: Trial(agent, "podman", model, program=str(PROGRAM), trials=str(trials), **options)  # noqa: E731
     guard = EnvGuard("harbor", make, allowed)
     try:
         await guard.play(session, task, 0)
@@ -73,32 +106,39 @@ async def tried(
     return session
 
 
-async def test_ten_tasks_at_once_have_the_rewards_of_their_verifiers(
+async def test_twenty_trials_at_once_have_the_rewards_of_their_verifiers(
     bytes_chat: Chat, tasks: dict[str, Task], tmp_path: Path
 ) -> None:
     async with opened(bytes_chat) as server:
-        solved, left = [
-            await asyncio.gather(
-                *(tried(server, task, agent, tmp_path, n) for n, task in enumerate(tasks.values(), at))
-            )
-            for at, agent in ((0, "oracle"), (100, "nop"))
-        ]
-    assert [session.ended.result().reward for session in solved] == [1.0] * 10
-    assert [session.ended.result().reward for session in left] == [0.0] * 10
+        chosen = [(task, agent) for agent in ("oracle", "nop") for task in tasks.values()]
+        sessions = await asyncio.gather(
+            *(tried(server, task, agent, tmp_path, n) for n, (task, agent) in enumerate(chosen))
+        )
+    assert [session.ended.result().reward for session in sessions] == [1.0] * 10 + [0.0] * 10
     assert list(tmp_path.glob("server-*/files/rollouts/*")) == []  # of trials that ended well
 
 
-async def test_terminus_works_in_the_container_and_its_tokens_are_exact(
-    bytes_chat: Chat, tasks: dict[str, Task], tmp_path: Path
+@pytest.mark.parametrize("agent", SCRIPTS)
+async def test_an_agent_solves_eight_of_ten_tasks_and_its_tokens_are_exact(
+    bytes_chat: Chat, tasks: dict[str, Task], tmp_path: Path, agent: str
 ) -> None:
-    replies = iter(SCRIPTS["terminus-2"])
-    async with opened(bytes_chat) as server:
+    left = {name: iter(SCRIPTS[agent]("true" if name in UNSOLVED else TASKS[name].solution)) for name in tasks}
+    job = "" if agent == "terminus-2" else job_of_mini(python_with("mini-swe-agent==2.4.6", "mcp"), tmp_path)
+    async with opened(bytes_chat, host=own_address()) as server:
         server.allowed = replace(server.allowed, max_input_length=100_000)
         server.max_tokens = 1_000_000
-        server.say = lambda prompt: next(replies)
-        session = await tried(server, tasks["write-file"], "terminus-2", tmp_path)
-    assert session.ended.result().reward == 1.0 and session.refused == ""
-    assert whole(server.steps) == server.prompts and server.is_exact and len(server.prompts) == 3
+        server.say = lambda prompt: next(left[next(name for name in tasks if TASKS[name].instruction in prompt)])
+        ended = await asyncio.gather(
+            *(tried(server, task, agent, tmp_path, n, job=job, keep="all") for n, task in enumerate(tasks.values()))
+        )
+    rewards = [session.ended.result().reward for session in ended]
+    assert rewards == [float(name not in UNSOLVED) for name in tasks] and not any(one.refused for one in ended)
+    files = tmp_path.glob("server-*/files/rollouts/**/reward.txt")
+    assert sorted(float(file.read_text()) for file in files) == sorted(rewards)  # the verifiers'
+    by_trial = [[step for step in server.steps if step.trajectory == session.trajectory] for session in ended]
+    assert sorted(prompt for steps in by_trial for prompt in whole(steps)) == sorted(server.prompts)
+    sampled = sorted(step.response_ids[step.loss_mask].tolist() for step in server.steps)
+    assert sampled == sorted(server.replies) and [*map(len, by_trial)] == [len(SCRIPTS[agent](""))] * 10
 
 
 @pytest.mark.parametrize(
@@ -116,7 +156,7 @@ async def test_a_trial_that_fails_says_why_and_gives_no_reward(
     shutil.copytree(str(task.extra_info[harbor.FOLDER]), folder)
     (folder / file).write_text(text)
     if why == "VerifierTimeoutError":
-        toml = (folder / "task.toml").read_text().replace("timeout_sec = 60.0", "timeout_sec = 5.0")
+        toml = (folder / "task.toml").read_text().replace("timeout_sec = 120.0", "timeout_sec = 5.0")
         (folder / "task.toml").write_text(toml)
     async with opened(bytes_chat) as server:
         with pytest.raises(TrajectoryFailed, match=why) as failed:

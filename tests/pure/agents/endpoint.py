@@ -111,11 +111,11 @@ class ScriptedServer:
 
 @asynccontextmanager
 async def opened(
-    chat: Chat, named_roles: tuple[str, ...] = (), structured: str = "ignore"
+    chat: Chat, named_roles: tuple[str, ...] = (), structured: str = "ignore", host: str = "127.0.0.1"
 ) -> AsyncIterator[ScriptedServer]:
     """A server whose endpoint listens."""
     server = ScriptedServer(chat, named_roles, structured)
-    server.address = await server.endpoint.start("127.0.0.1", 0)
+    server.address = await server.endpoint.start(host, 0)
     try:
         yield server
     finally:

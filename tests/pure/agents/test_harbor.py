@@ -95,10 +95,11 @@ async def test_the_agent_gets_the_session_and_the_verifiers_number_is_the_reward
     (job := tmp_path / "job.json").write_text(json.dumps({"agents": [{"kwargs": {"max_turns": 3}}], "debug": True}))
     finished: list[Any] = []
     async with harbor(lambda: {"state": "finished", "rewards": {"tests": 0.5, "reward": 1}}) as (server, asked):
-        await Trial("my:Agent", "podman", model, job=str(job), server=server).play(session(finished), task, 0)
+        await Trial("my:Agent", "my:Podman", model, job=str(job), server=server).play(session(finished), task, 0)
     assert finished == [(1.0, {"tests": 0.5, "reward": 1.0})]
     (config,) = asked  # nothing was cancelled
     assert config["tasks"] == [{"path": task.extra_info["task_folder"]}] and config["debug"]
+    assert config["environment"] == {"import_path": "my:Podman"}
     (agent,) = config["agents"]
     assert agent["env"] == {variable: "the key"} and agent["kwargs"] == {"max_turns": 3}
     assert (agent["import_path"], agent["base_url"], agent["model_api_key_name"]) == ("my:Agent", url, variable)
@@ -153,3 +154,4 @@ async def test_the_server_that_a_generator_starts_gets_no_secret_but_those_that_
         await trial.play(session([]), task, 0)
     given = dict(line.split("=", 1) for line in Path(f"{program}.env").read_text().splitlines())
     assert {name for name, value in given.items() if value == "secret"} == {"E2B_API_KEY", "DOCKER_HOST"}
+    assert given["PYTHONPATH"] == str(Path.cwd())  # for the user's own classes
