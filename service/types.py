@@ -53,7 +53,7 @@ MAX_SUPPORT = 512
 def max_support(sampler: Any) -> int:
     """Maximum size of a support under the settings `top_p`, `top_k` and `min_p` of a sampler; 0: it leaves out none."""
     truncates = sampler.top_p < 1 or sampler.top_k or sampler.min_p
-    return min(sampler.top_k or MAX_SUPPORT, MAX_SUPPORT) if truncates else 0
+    return (sampler.top_k or MAX_SUPPORT) if truncates else 0
 
 
 class PolicyVersion(NamedTuple):

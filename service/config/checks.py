@@ -196,6 +196,8 @@ def _generator(config: Config) -> Iterator[str]:
         )
     if generator.min_engines > engines:
         yield f"generator.engines: min is {generator.min_engines}, which is more than max, {engines}"
+    if generator.top_k == 1:
+        yield "generator.top_k: 1 leaves one token to draw, so all samples are equal; use 0, for all tokens, or more"
     if generator.top_k > MAX_SUPPORT:
         yield f"generator.top_k: {generator.top_k} is more than {MAX_SUPPORT}, the most tokens of a support"
     if generator.quantization is not None and not config.algorithm.correction.is_on:
@@ -245,19 +247,19 @@ def _bytes(config: Config, expert_bytes: int = 0) -> Iterator[str]:
     buffer, samples, size = config.buffer, config.algorithm.n_samples_per_prompt, config.trainer.mini_batch_size
     worst = worst_bytes(config, expert_bytes)
     one_turn = samples * (worst.step + ITEM_BYTES)
+    is_wide = max_support(config.generator) and not config.generator.top_k
+    supports = "; set generator.top_k, so that supports need less room" if is_wide else ""
     if buffer.max_group_bytes < one_turn:
         yield (
             f"buffer.max_group_bytes: {buffer.max_group_bytes} cannot hold one turn of each of the {samples} samples "
             f"of a group at worst ({one_turn} bytes): long groups would all be refused, so the policy would learn to "
-            "be short; raise it"
+            f"be short; raise it{supports}"
         )
     mini_batch = size * worst.group
-    supports = "; set generator.top_k, so that supports need less room" if not config.generator.top_k else ""
     if buffer.max_bytes < mini_batch:
         yield (
             f"buffer.max_bytes: {buffer.max_bytes} cannot hold the {size} groups of a mini-batch at worst "
-            f"({mini_batch} bytes): admission would stop before a mini-batch is complete, a deadlock"
-            f"{supports if max_support(config.generator) else ''}"
+            f"({mini_batch} bytes): admission would stop before a mini-batch is complete, a deadlock{supports}"
         )
     every, kept = config.trainer.checkpoint_every, config.trainer.keep_checkpoints
     journal = worst.journal(max(every * kept, 1) * size)
@@ -266,7 +268,7 @@ def _bytes(config: Config, expert_bytes: int = 0) -> Iterator[str]:
         more = ", write checkpoints more often, or keep fewer" if every else ""
         yield (
             f"buffer.max_journal_bytes: {buffer.max_journal_bytes} cannot hold {held} at worst ({journal} bytes): the "
-            f"journal would fill before it may forget, and the run would stop; raise it{more}"
+            f"journal would fill before it may forget, and the run would stop; raise it{more}{supports}"
         )
 
 

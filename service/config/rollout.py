@@ -258,8 +258,8 @@ class GeneratorConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample only among the most probable tokens that together have this probability; the trainer does the same."""
     top_k: NotNegative = 0
-    """Sample only among this many most probable tokens; 0: all. `top_p` and `min_p` may leave at most 512 tokens; with
-    `top_k`, engine and buffer need less room."""
+    """Sample only among this many most probable tokens, 2 to 512; 0: all. `top_p` and `min_p` may also leave at most
+    512; with `top_k`, engine and buffer need less room."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Sample only among tokens that are at least this fraction as probable as the most probable one."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()

@@ -394,7 +394,7 @@ async def test_an_error_of_vllm_is_itself_unless_the_core_died_of_it(engine: Vll
     assert engine.running == 0
 
 
-@pytest.mark.parametrize(("top_k", "asked"), [(0, 521), (20, 29), (900, 521)])
+@pytest.mark.parametrize(("top_k", "asked"), [(0, 521), (20, 29)])
 async def test_the_engine_samples_with_the_settings_and_not_from_the_likeliest_tokens_alone(
     engine: VllmEngine, top_k: int, asked: int
 ) -> None:

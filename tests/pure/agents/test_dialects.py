@@ -198,6 +198,10 @@ async def test_a_request_truncates_the_sampler_as_far_as_the_run_keeps_room_for_
             status, reply = await client.post(path, body(**named))
             assert status == 400 and "at most 20 tokens to draw from" in reply["error"]["message"]
         assert (await client.post(path, body(top_k=5, min_p=0.1)))[0] == 200
+    server.allowed = replace(server.allowed, sampling=replace(server.allowed.sampling, top_k=0))
+    async with client_of(server, server.session(2)) as client:
+        status, reply = await client.post(path, body(top_k=513))
+        assert status == 400 and "at most 512 tokens to draw from" in reply["error"]["message"]
     assert [(s.top_p, s.top_k, s.min_p) for s in server.samplings] == [(1, 0, 0), (0.9, 5, 0.1)]
     assert server.steps[1].support is support and server.steps[1].support_size is sizes
 

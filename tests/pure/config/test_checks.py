@@ -57,6 +57,7 @@ algorithm.teacher.column  algorithm.teacher={} & scorers={a: {kind: teacher, mod
 generator.temperature  TEACHER & generator.temperature=0.9
 generator.top_p  TEACHER & generator.top_k=20
 generator.top_k  generator.top_k=600
+generator.top_k  generator.top_k=1
 algorithm.filter_zero_variance  TEACHER & algorithm.filter_zero_variance=true
 algorithm.teacher.mode  TEACHER & algorithm.loss=cross_entropy
 data.eval_every  data.eval_make_rows=8 & data.eval_every=5 & weights.sync_every=2
@@ -98,6 +99,12 @@ agents.host  agents.host=''
 agents.exit_code_reward  agents.exit_code_reward={'1.5': 0.0}
 """
 """The setting that is named, and the overrides of the quick start, between &; some have short names."""
+
+
+@pytest.mark.parametrize("room", ["max_group_bytes", "max_bytes", "max_journal_bytes"])
+def test_a_buffer_without_room_for_wide_supports_names_what_makes_them_small(room: str) -> None:
+    with pytest.raises(ConfigError, match=rf"buffer.{room}: [^\n]*; set generator.top_k"):
+        check(load_config([QUICKSTART], ["generator.top_p=0.9", f"buffer.{room}=100000"]))
 
 
 @pytest.mark.parametrize("case", REFUSED.strip().splitlines())
