@@ -24,8 +24,7 @@ class Backoff(NamedTuple):
         >>> [Backoff(0.5, 3.0).pause(failures) for failures in (1, 2, 3, 4, 5000)]
         [0.5, 1.0, 2.0, 3.0, 3.0]
         """
-        doublings = min(failures - 1, 64)
-        return min(self.first * 2.0**doublings, self.longest)
+        return min(self.first * 2.0 ** min(failures - 1, 64), self.longest)
 
 
 async def retried(

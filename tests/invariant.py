@@ -63,7 +63,7 @@ def violations(ledger: Ledger) -> list[str]:
         found.append(f"{len(unfinished)} samples are played or wait for a claim, which are not the unfinished ones")
     if list(ledger.issued_at) != [o for o, g in state.groups.items() if g.state in UNFINISHED]:
         found.append("the groups with a deadline are not the unfinished ones, in order of issue")
-    by_generator = {(o, s) for name in state.generators for o, of in ledger.played_by(name).items() for s in of}
+    by_generator = {of for name in state.generators for of in ledger.played_by(name)}
     if by_generator != set(ledger.since):
         found.append("the samples of the generators are not those that are held")
     found += [

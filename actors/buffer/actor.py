@@ -174,10 +174,12 @@ class BufferActor(Supervised):
         """Return whether an attempt of a trajectory is unfinished, and not replaced by a newer one."""
         return self._buffer.ledger.continues(of)
 
-    async def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId]) -> None:
+    async def renew(
+        self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId], call: bool = False
+    ) -> None:
         """Extend the deadlines of a generator's trajectories that are still in progress, although no new step has
-        arrived."""
-        self._buffer.renew(generator, incarnation, trajectories)
+        arrived. `call`: they moved to it, and now call the policy."""
+        self._buffer.renew(generator, incarnation, trajectories, call)
 
     async def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
         """Record that a generator has ended: others continue its unfinished trajectories, or start them again.

@@ -368,9 +368,8 @@ class Coordinator:
         return None
 
     async def _release(self, leased: LeasedBatch, reason: str) -> None:
-        step = self._version.step + 1
         accepted(await ask_buffer(self._buffer.release, self._version.incarnation, leased.lease, reason))
-        self._observer.not_applied(leased, step, reason)
+        self._observer.not_applied(leased, self._version.step + 1, reason)
 
     async def _restart_trainer(self, error: BatonError) -> Manifest | None:
         """Restart all ranks. Returns the newest checkpoint, from which they continue; None: they begin again with the
@@ -416,8 +415,10 @@ class Coordinator:
 
     async def _finish(self) -> None:
         """Stop the generators; a stopped run keeps its open groups, so that it can be resumed."""
-        state = "finished" if self._has_all_steps else "stopped"
+        state, agents = "finished" if self._has_all_steps else "stopped", self._config.endpoint
         if state == "finished":
+            if agents is not None and agents.end_grace:
+                await self._generator_pool.drain(agents.end_grace, lambda: bool(self.stopped_by))
             self._folder.append_trajectories(await ask_buffer(self._buffer.end))
         generators = await self._generator_pool.statuses()
         await self._generator_pool.stop(resumable=state == "stopped")

@@ -177,6 +177,7 @@ class Generator(ImageHolder, Supervised):
         async with asyncio.TaskGroup() as helpers:
             background = [helpers.create_task(self._vital(each)) for each in (outbox.run, self._watch_engine)]
             if self._player.agents is not None:
+                self._player.agents.calls_again = partial(self._tell, claimer.incarnation, call=True)
                 renew = partial(self._renew, claimer.incarnation, self._player.agents)
                 background.append(helpers.create_task(self._vital(renew)))
             async with asyncio.TaskGroup() as groups:
@@ -226,8 +227,12 @@ class Generator(ImageHolder, Supervised):
         waits for a step."""
         while True:
             await asyncio.sleep(self._config.buffer.step_deadline / RENEWALS)
-            with suppress(Unreachable):  # the next renewal comes long before the deadline
-                await self._ask(self._buffer.renew, self._name, incarnation, agents.open_trajectories())
+            await self._tell(incarnation, agents.open_trajectories())
+
+    async def _tell(self, incarnation: int, trajectories: Sequence[TrajectoryId], call: bool = False) -> None:
+        """Tell the buffer that trajectories go on; `call`: they moved to this generator, and now call the policy."""
+        with suppress(Unreachable):  # the next renewal comes long before the deadline
+            await self._ask(self._buffer.renew, self._name, incarnation, trajectories, call)
 
     async def _play_group(self, outbox: Outbox, assignment: Assignment, task: Task) -> None:
         try:

@@ -28,14 +28,18 @@ from service.backoff import retried
 from service.config import RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import BatonError, ProcessLost, RunFailed, Starved, UserError
+from service.handoff.attempts import RUN_END
 from service.run.liveness.host_memory import advice
 from service.run.liveness.supervisor import Supervisor
+from service.run.phases import phase
 from service.types import PolicyVersion
 
 STOP_SECONDS = 10.0
 """Seconds that a generator may take to stop before its process is ended."""
 HAND_OVER_SECONDS = 30.0
 """Seconds, after its grace, within which a generator that leaves must have handed over its open trajectories."""
+LOOK_SECONDS = 0.2
+"""Seconds between two looks whether the generators have ended."""
 STATUS_SECONDS = 5.0
 """Seconds after which a generator that does not answer is omitted from a report."""
 BLOCKED = " (an environment that blocks its process needs env.isolation: process)"
@@ -273,6 +277,14 @@ class GeneratorPool:
             return dict(await call(generator.status, who="a generator", within=STATUS_SECONDS))
         except (ray.exceptions.RayActorError, Starved):
             return None
+
+    async def drain(self, grace: float, is_stopped: Callable[[], bool]) -> None:
+        """Let agents end their open sessions, for up to `grace` seconds, or until `is_stopped`; none begins."""
+        await call(self._buffer.drain, RUN_END, who="the buffer")
+        deadline = time.monotonic() + grace
+        with phase(f"open sessions have {grace:g} s to end (agents.end_grace)", self._say):
+            while self._keepers and not is_stopped() and time.monotonic() < deadline:
+                await asyncio.sleep(LOOK_SECONDS)
 
     async def stop(self, resumable: bool) -> None:
         """End the open trajectories and the engines; weights that are still being sent are discarded. In a `resumable`

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from ipaddress import ip_address
@@ -88,6 +88,7 @@ class Agents:
         self._starting = asyncio.Lock()
         self.address = ""
         """The address of this process's endpoint; empty before `listen`."""
+        self.calls_again: Callable[[list[TrajectoryId]], Awaitable[None]] | None = None
         self.trained = config.train
         """The roles that are trained; tokens of calls in other roles carry no loss."""
 
@@ -117,6 +118,7 @@ class Agents:
             log.warning("%s cannot be continued: %s", trajectory, in_one_line(str(error)))
             self.sessions.remove(session)
             return False
+        session.calls_again = self.calls_again
         self._restored[str(trajectory)] = session
         return True
 

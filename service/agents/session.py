@@ -125,6 +125,8 @@ class Session:
         self.recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """Whether the buffer accepted the trajectory's end; set when the buffer answers, and cancelled if the buffer
         was not asked."""
+        self.calls_again: Callable[[list[TrajectoryId]], Awaitable[None]] | None = None
+        """Awaited before the first call of a session that moved: if this process dies, it may be of the call."""
         self.posted: float | None = None
         """The reward that the agent itself posted; used if the session is finished without a reward."""
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -336,8 +338,7 @@ class Session:
     def note_refusal(self, refused: Refused, client: str, is_call: bool = True) -> None:
         """Note that the endpoint refused a request of this session; each different refusal is logged once. `is_call`:
         whether the request was one to the policy."""
-        said = f"{refused.status} {refused} (client {client[:SHOWN]})".replace(self.key, "[key]")
-        said = in_one_line(said)
+        said = in_one_line(f"{refused.status} {refused} (client {client[:SHOWN]})".replace(self.key, "[key]"))
         if is_call:
             self.refused = "" if refused.code == TOO_LONG else said
         if said not in self.refusals:
@@ -428,6 +429,9 @@ class Session:
     async def _call(self, opened: PreparedCall, body: str, sampling: Sampling, reserved: int) -> AgentCall:
         """Sample a call for which `reserved` tokens are reserved; any failure ends the session."""
         try:
+            if self.calls_again is not None:
+                await self.calls_again([self.trajectory])
+                self.calls_again = None
             request_id = f"{self.trajectory}/{body}"
             generation = await self._sample(opened.prompt_ids, sampling, request_id)
             async with self._in_order:

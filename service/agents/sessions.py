@@ -79,10 +79,8 @@ class Sessions:
 
     def oldest(self) -> dict[str, float]:
         """Seconds for which the oldest open session has been open, by what it waits for as in `by_state`."""
-        ages = {"calling": 0.0, "idle": 0.0}
-        for session in self.open():
-            ages[session.waits_for] = max(ages[session.waits_for], session.age)
-        return ages
+        ages = [(session.waits_for, session.age) for session in self.open()]
+        return {state: max((age for of, age in ages if of == state), default=0.0) for state in ("calling", "idle")}
 
     def add(self, session: Session) -> None:
         """Add a session, so that clients can reach it; an ended session of the same name is forgotten."""

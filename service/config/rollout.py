@@ -198,6 +198,8 @@ class AgentsConfig(Section):
     """Port of the address. 0: any free port, another one in each part of a resumed run."""
     deadline: Seconds = 3600.0
     """Seconds in which an agent must finish its session."""
+    end_grace: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    """Seconds for which sessions that are open when all steps are done may still end; then they are cut."""
     max_calls: Annotated[int, Field(gt=0, le=4096)] = 64
     """Calls of a session. A further call makes no step, and its answer says so."""
     max_tokens: Positive = 1 << 15

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from service.handoff.batches.filters import FilterSettings, examine
 from service.handoff.ledger import events
 from service.handoff.ledger.events import GroupState
+from service.handoff.ledger.ledger import Sample
 from service.handoff.ledger.record import Record
 from service.handoff.steps.tables import trajectory_ids
 from service.types import Refusal, RefusalReason, StepGroup
@@ -30,32 +31,36 @@ class Attempts:
     """Decides which trajectories restart as new attempts; every decision is an event of the record."""
 
     def __init__(self, settings: AttemptSettings, filters: FilterSettings, record: Record) -> None:
-        self._settings, self._filters = settings, filters
-        self._record = record
+        self._settings, self._filters, self._record = settings, filters, record
+        self.called: dict[str, set[Sample]] = {}
+        """By generator: trajectories that moved there and then called the policy."""
 
-    def restart(self, group_id: int, samples: tuple[int, ...], reason: str) -> None:
-        """Start trajectories of a group again; end the group if one has no attempt left, or if the run is ending."""
-        trajectories = self._record.ledger.state.groups[group_id].trajectories
+    def restart(self, group_id: int, sample: int, reason: str) -> None:
+        """Start a trajectory again; end its group if it has no attempt left, or if the run is ending."""
+        trajectory = self._record.ledger.state.groups[group_id].trajectories[sample]
         if self._record.ledger.state.draining is not None:
             self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
-        elif max(trajectories[sample].failures for sample in samples) + 1 >= self._settings.max_attempts:
+        elif trajectory.failures + 1 >= self._settings.max_attempts:
             self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.MAX_ATTEMPTS))
         else:
-            self._record.add(events.Restarted(group_id, samples, reason))
+            self._record.add(events.Restarted(group_id, (sample,), reason))
 
     def leave(self, generator: str, died: bool) -> None:
-        """Let other generators continue what a generator that has left did not finish, or start it again. A trajectory
-        moves after a first death, and after further ones only if it may fail once more: it may be what generators die
-        of."""
+        """Let other generators continue what a generator that has left did not finish, or start it again. A death may
+        be the fault of each trajectory that called the policy there, or began there: it moves after the first one, and
+        after further ones only if it may fail once more."""
         ledger, most = self._record.ledger, max(self._settings.max_attempts, 2)
         moves = ledger.state.generators[generator].resumes and ledger.state.draining is None
-        for group_id, samples in ledger.played_by(generator).items():
-            of = ledger.state.groups[group_id].trajectories
-            spent = died and any(of[sample].deaths and of[sample].failures + 1 >= most for sample in samples)
-            if moves and not spent:
-                self._record.add(events.Moved(group_id, tuple(samples), died))
+        called = self.called.pop(generator, set())
+        for group_id, sample in ledger.played_by(generator):
+            if (group_id, sample) not in ledger.since:  # its group has ended
+                continue
+            of = ledger.state.groups[group_id].trajectories[sample]
+            counts = died and (not of.moved or (group_id, sample) in called)
+            if moves and not (counts and of.deaths and of.failures + 1 >= most):
+                self._record.add(events.Moved(group_id, (sample,), counts))
             else:
-                self.restart(group_id, tuple(samples), "generator_left")
+                self.restart(group_id, sample, "generator_left")
 
     def lose(self, group_id: int, sample: int, reason: str) -> None:
         """Restart a failed trajectory; if it has no attempt left, or the run is ending, the group continues without it,
@@ -63,7 +68,7 @@ class Attempts:
         state = self._record.ledger.state
         can_restart = state.groups[group_id].trajectories[sample].failures + 1 < self._settings.max_attempts
         if (can_restart and state.draining is None) or not self._goes_on_without(group_id, (sample,), reason):
-            self.restart(group_id, (sample,), reason)
+            self.restart(group_id, sample, reason)
 
     def _goes_on_without(self, group_id: int, samples: tuple[int, ...], reason: str) -> bool:
         """Continue a group without some samples; False if fewer than two remain: a single sample has no baseline."""
@@ -95,7 +100,7 @@ class Attempts:
             return
         of = ids.pop()
         if self._record.ledger.plays(message.sender, of):
-            self.restart(of.group_id, (of.sample,), f"refused_{refused.reason}")
+            self.restart(of.group_id, of.sample, f"refused_{refused.reason}")
 
     def restart_silent(self, now: float) -> None:
         """Restart trajectories that have made no progress for `buffer.step_deadline` seconds."""
@@ -104,4 +109,4 @@ class Attempts:
             (group_id, sample), since = next(iter(waiting.items()))
             if now - since < self._settings.step_deadline:
                 break
-            self.restart(group_id, (sample,), "silent")
+            self.restart(group_id, sample, "silent")

@@ -163,8 +163,7 @@ class Buffer:
                 if group_id in groups and groups[group_id].state is GroupState.COMPLETE:
                     self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.ADVANTAGE))
             return self.lease(job.trainer_incarnation)
-        batch = self._leases.finish(job, made)
-        if batch is None:
+        if (batch := self._leases.finish(job, made)) is None:
             return self.lease(job.trainer_incarnation)
         self._waits.end("trainer")
         return batch
@@ -221,18 +220,18 @@ class Buffer:
                 self._leases.release(lease, "a new trainer joined")
             incarnation = state.trainer_incarnation + 1
         else:
-            known = state.generators.get(name)
-            if known is not None:
-                self.leave(name, known.incarnation, "rejoined")
-            incarnation = 1 if known is None else known.incarnation + 1
+            self.leave(name, None, "rejoined")
+            incarnation = state.generators[name].incarnation + 1 if name in state.generators else 1
         self._record.add(events.Joined(role, name, incarnation, state.step if step is None else step, resumes))
         return incarnation
 
-    def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId]) -> None:
-        """Restart the `buffer.step_deadline` of trajectories that continue without a new step; not journalled."""
+    def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId], call: bool = False) -> None:
+        """Restart the `buffer.step_deadline` of trajectories. `call`: they moved, and now call the policy."""
         for of in trajectories:
             if self.ledger.plays(Sender(generator, incarnation, 0), of):
                 self.ledger.renew((of.group_id, of.sample), self._clock.monotonic())
+                if call:
+                    self._attempts.called.setdefault(generator, set()).add((of.group_id, of.sample))
 
     def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
         """Remove a generator; other generators continue its unfinished trajectories, or start them again."""

@@ -35,7 +35,7 @@ from service.handoff.scoring import Scoring
 from service.handoff.steps.tables import ends_table
 from service.handoff.steps.wire import encode
 from service.handoff.verbs import Assignment, Claim, ClaimAnswer, Wait, WaitReason
-from service.types import PolicyVersion, Sender, StepGroup
+from service.types import PolicyVersion, Sender, StepGroup, TrajectoryId
 
 
 class Admission:
@@ -148,12 +148,9 @@ class Claims:
     def _given_before(self, claim: Claim) -> Assignment | Wait:
         ledger = self._record.ledger
         group_id, attempts = ledger.state.generators[claim.generator].given[claim.request_id]
-        groups = ledger.state.groups
-        samples = tuple(
-            sample
-            for sample, attempt in attempts.items()
-            if (group_id, sample) in ledger.since and groups[group_id].trajectories[sample].attempt == attempt
-        )
+        sender = Sender(claim.generator, claim.incarnation, 0)
+        given = (TrajectoryId(group_id, sample, attempt) for sample, attempt in attempts.items())
+        samples = tuple(of.sample for of in given if ledger.plays(sender, of))
         if samples:
             return self._assignment(group_id, samples)
         detail = f"claim {claim.request_id} was answered before and its work continued; send a new claim"

@@ -71,11 +71,9 @@ class Leases:
         """Lease the mini-batch that the job formed; None if the version or a group changed while it ran."""
         ledger = self._record.ledger
         groups = ledger.state.groups
-        if (job.lease, job.version) != (ledger.state.next_lease, ledger.history.current):
+        complete = all(o in groups and groups[o].state is GroupState.COMPLETE for o in made.batch.groups)
+        if not complete or (job.lease, job.version) != (ledger.state.next_lease, ledger.history.current):
             return None
-        for group in job.groups:
-            if group.group_id not in groups or groups[group.group_id].state is not GroupState.COMPLETE:
-                return None
         # Filters may have removed more groups while the job ran.
         self._newest = with_filtered(made.batch, ledger.state.filtered)
         starts_P = np.searchsorted(made.batch.prompt_of_trajectory_G, np.arange(1, len(job.groups)))

@@ -72,8 +72,7 @@ class Scoring:
         teacher_of_row: Sequence[str] | None,
     ) -> None:
         """`teacher_of_row`: the name of each row's teacher, empty for none; None: all rows have the same teacher."""
-        self._scorers, self._filters = scorers, filters
-        self._record = record
+        self._scorers, self._filters, self._record = scorers, filters, record
         self._always = tuple(name for name, scorer in scorers.items() if scorer.kind == "rewards")
         self._teacher_of_row = teacher_of_row
         self._only_teacher = tuple(name for name, scorer in scorers.items() if scorer.kind == "teacher")[:1]

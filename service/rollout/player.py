@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,9 @@ class AgentPlayer(Protocol):
 
     address: str
     """The address of this process's endpoint."""
+
+    calls_again: Callable[[list[TrajectoryId]], Awaitable[None]] | None
+    """Awaited before the first call of the policy in each restored trajectory."""
 
     async def listen(self) -> None:
         """Serve `address`, if it is not served yet."""

@@ -201,7 +201,7 @@ class Moved(Event, frozen=True):
     group_id: int
     samples: tuple[int, ...]
     died: bool = True
-    """Whether the generator died, perhaps because of one of the trajectories."""
+    """Whether the generator died, perhaps because of them."""
 
 
 class Restarted(Event, frozen=True):

@@ -128,13 +128,10 @@ class Ledger:
         """Number of unfinished trajectories, both those that a generator plays and those that wait for a claim."""
         return len(self.since) + len(self.unassigned)
 
-    def played_by(self, generator: str) -> dict[int, list[int]]:
-        """The unfinished trajectories that a generator plays: by group_id, their numbers in the group (samples)."""
-        groups, samples = self.state.groups, dict[int, list[int]]()
-        for group_id, sample in sorted(self.since):
-            if groups[group_id].trajectories[sample].generator == generator:
-                samples.setdefault(group_id, []).append(sample)
-        return samples
+    def played_by(self, generator: str) -> list[Sample]:
+        """The unfinished samples that a generator plays, sorted."""
+        groups = self.state.groups
+        return [(o, s) for o, s in sorted(self.since) if groups[o].trajectories[s].generator == generator]
 
     def renew(self, sample: Sample, now: float) -> None:
         self.since[sample] = now

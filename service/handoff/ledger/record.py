@@ -92,8 +92,9 @@ class Store:
 
     def drop_samples(self, group_id: int, samples: tuple[int, ...]) -> None:
         held = self.of(group_id)
-        kept = [select(table, np.flatnonzero(~np.isin(table.sample_K, samples))) for table in held.steps]
-        held.rearrange([table for table in kept if len(table)])
+        of_others = [~np.isin(table.sample_K, samples) for table in held.steps]
+        both = zip(held.steps, of_others, strict=True)
+        held.rearrange([t if kept_K.all() else select(t, np.flatnonzero(kept_K)) for t, kept_K in both if kept_K.any()])
         held.ends = {sample: end for sample, end in held.ends.items() if sample not in samples}
 
     def whole(self, group_id: int) -> tuple[Steps, Ends, tuple[events.Scored, ...]]:
@@ -131,9 +132,7 @@ class Record:
 
     def __init__(self, limits: Limits, journal: Journal, clock: Clock) -> None:
         """Make an empty record; `service.handoff.ledger.replaying.opened_record` restores one from a journal."""
-        self.journal = journal
-        self.limits = limits
-        self.clock = clock
+        self.journal, self.limits, self.clock = journal, limits, clock
         self.ledger = Ledger(State(limits.n_samples_per_prompt))
         self.store = Store()
         self.revision = 0

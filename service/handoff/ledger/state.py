@@ -56,7 +56,7 @@ class Attempt:
     moved: bool = False
     """Whether another generator began the attempt."""
     deaths: int = 0
-    """Number of generators that died while they played the attempt, since its last step was accepted."""
+    """Number of generators that may have died of the attempt, since its last step was accepted."""
 
     @property
     def failures(self) -> int:

@@ -19,6 +19,7 @@ from actors.driver import coordinator as driving_loop
 from actors.driver.cluster import Cluster
 from actors.driver.coordinator import Coordinator
 from actors.driver.observer import RunObserver
+from actors.generator.generator_pool import GeneratorPool
 from actors.weights.part import TrainerLost
 from service.config import load_config
 from service.errors import RunFailed
@@ -30,7 +31,7 @@ from service.run.folder import SUMMARY, warmed_model, write_address
 from service.run.liveness.supervisor import Life, Supervisor
 from service.run.preparing.inputs import Prepared
 from service.run.records.writer import RunWriter
-from tests.pure.actors.fakes import answering
+from tests.pure.actors.fakes import Method, answering
 
 MEASURED = {"reward/avg_raw_reward": 0.5, "async/staleness_mean": 0.0, "generate/batch_padded_seq_len": 8.0}
 LEASED = LeasedBatch(0, MEASURED, (), [], [])
@@ -102,6 +103,46 @@ def test_a_run_that_is_stopped_while_it_writes_its_final_weights_has_finished(tm
     assert "stopping: all 2 steps are done, the final weights are still written ..." in said
     assert any(line.startswith("finished after 2 optimizer steps") for line in said)
     assert json.loads((tmp_path / "run" / SUMMARY).read_text())["state"] == "finished"
+
+
+@pytest.mark.parametrize("grace", [0.0, 0.3, 60.0])
+def test_the_end_of_a_run_lets_sessions_end_for_a_while_and_says_how_many_it_cut(
+    grace: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sessions take a second."""
+    open_ones, drained, said = ["one", "two"], asyncio.Event(), list[str]()
+
+    async def drain(reason: str) -> None:
+        drained.set()
+
+    async def generate(self: GeneratorPool) -> None:
+        self._keepers["generator-0"] = asyncio.ensure_future(drained.wait())
+        await drained.wait()
+        await asyncio.sleep(1.0)
+        open_ones.clear()
+        self._keepers.clear()
+
+    async def statuses(self: GeneratorPool) -> list[dict[str, Any]]:
+        return [
+            {key: {} for key in ("counts", "failures", "refusals")}
+            | {"sessions": len(open_ones), "name": "generator-0", "elapsed_seconds": 1.0, "wait_seconds": 0.0}
+        ]
+
+    async def stop(self: GeneratorPool, resumable: bool) -> None:
+        drained.set()
+
+    for replacement in (generate, statuses, stop):
+        monkeypatch.setattr(GeneratorPool, {"generate": "run"}.get(name := replacement.__name__, name), replacement)
+    cluster = cluster_of(
+        tmp_path / "run", LEASES | {"end": [[]], "stop": None, "status": ENDED}, STEPS | {"export": answering()}
+    )
+    cluster.buffer.drain = Method(drain)
+    settings = [COLD, "run.max_steps=1", f"agents.end_grace={grace}"]
+    with coordinating(tmp_path, cluster, *settings, said=said) as (driving, _):
+        asyncio.run(driving.run())
+    cut = json.loads((tmp_path / "run" / SUMMARY).read_text()).get("sessions_cut", 0)
+    assert cut == (0 if grace > 1 else 2)
+    assert ("sessions of agents that were open and were cut: 2" in said) is bool(cut)
 
 
 @pytest.mark.parametrize("lost", [[], ["generator-0"]])

@@ -9,6 +9,7 @@ import re
 import stat
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,17 +29,19 @@ from service.agents.sessions import Sessions, session_key
 from service.config import AgentsConfig, Config
 from service.config.rollout import EnvConfig, GeneratorConfig
 from service.errors import UserError
+from service.handoff.prefixes.merge import merge_steps
 from service.handoff.steps.tables import step_objects, steps_table
 from service.handoff.steps.values import MAX_REWARD, NEEDED
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer
+from service.rollout.engine import Generation
 from service.rollout.environment import AgentSession, Task
 from service.rollout.run_secret import SECRET_FILE, RunSecret, run_secret
 from service.rollout.step_sinks import StepColumns
 from service.run.records.writer import RunWriter
 from service.types import TrajectoryEnd, TrajectoryId
 from tests.pure.agents.endpoint import CHAT, whole
-from tests.pure.rollout.conftest import ScriptedEngine
+from tests.pure.rollout.conftest import VERSION, ScriptedEngine
 from tests.pure.rollout.test_agent import optimal
 
 SECRET = RunSecret(b"secret of this run")
@@ -300,19 +303,34 @@ async def test_a_session_outlives_its_generators_process(model: Path, tasks: lis
         _, first = await served.post(path, asked(tasks[0]))
         steps = steps_table(step_objects(served.sink.steps()))
     async with aclosing(Served(model)) as again:
+        sampled, told = again.engine.generate, list[tuple[list[TrajectoryId], int]]()
+
+        async def sample(*arguments: Any) -> Generation:
+            generation = await sampled(*arguments)
+            return replace(generation, versions=generation.versions + 1)
+
+        async def tell(calling: list[TrajectoryId]) -> None:
+            told.append((calling, len(again.engine.prompts)))
+
+        again.engine.generate, again.agents.calls_again = sample, tell  # type: ignore[method-assign]
         assert again.player.resumes and again.player.restore(OF, tasks[0], steps, again.sink)
         playing = again.play(tasks[0])
         assert (await again.handed()).method == "resume"
         _, repeated = await again.post(path, asked(tasks[0]))
-        assert repeated["choices"] == first["choices"] and not len(again.sink)
-        body = asked(tasks[0])
-        body["messages"] += [first["choices"][0]["message"], {"role": "user", "content": "none"}]
-        assert (await again.post(path, body))[0] == 200
+        assert repeated["choices"] == first["choices"] and not len(again.sink) and not told
+        body, reply = asked(tasks[0]), first
+        for _ in range(2):
+            body["messages"] += [reply["choices"][0]["message"], {"role": "user", "content": "none"}]
+            status, reply = await again.post(path, body)
+            assert status == 200
         assert (await again.post(FINISH, {"reward": 1.0}))[0] == 200
-        assert (await playing).n_steps == 2
-        later = step_objects(again.sink.steps())
-        assert [step.index for step in later] == [1]
-        whole([*step_objects(steps), *later])  # the reference holds
+        assert (await playing).n_steps == 3 and told == [([OF], 0)]
+        both = [*step_objects(steps), *step_objects(again.sink.steps())]
+        assert [step.index for step in both] == [0, 1, 2]
+        whole(both)  # the references hold
+        (row,) = merge_steps(both)
+        sampled_by = [VERSION + (step.index > 0) for step in both for _ in range(step.loss_mask.sum())]
+        assert row.versions[row.loss_mask].tolist() == sampled_by
 
 
 async def test_the_deadline_of_an_agent_is_that_of_its_session_in_all_generators(

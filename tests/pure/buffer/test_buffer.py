@@ -263,6 +263,7 @@ def test_a_request_of_which_every_generator_dies_ends_its_group_with_the_reason_
     for index in range(3):  # a generator that dies after a step did not die of the session
         both = [step(of._replace(sample=sample), work.prompt_uid, index) for sample in work.samples]
         assert isinstance(one.send(both), Receipt)
+        world.buffer.renew(one.name, one.incarnation, [of], call=True)
         world.buffer.leave(one.name, None, "failed")
         assert other.claimed().moved == work.samples
         one, other = other, Generator(world.buffer, one.name, resumes=True)
@@ -271,6 +272,7 @@ def test_a_request_of_which_every_generator_dies_ends_its_group_with_the_reason_
     buffer = world.crash()
     for name in ("g4", "g5"):
         other.buffer = buffer
+        buffer.renew(other.name, other.incarnation, [of], call=True)
         buffer.leave(other.name, None, "failed")
         assert buffer.ledger.continues(of) is (name == "g4")
         other = Generator(buffer, name, resumes=True)
@@ -278,12 +280,26 @@ def test_a_request_of_which_every_generator_dies_ends_its_group_with_the_reason_
     assert buffer.status().ended == {"refused/max_attempts": 1} and world.closes()
 
 
+def test_a_session_that_only_waited_outlives_generators_that_die_of_others(world: World) -> None:
+    one = Generator(world.buffer, "g2", resumes=True)
+    idle, guilty = one.claimed(), one.claimed()
+    for number in range(5):  # more than buffer.max_attempts
+        world.buffer.renew(one.name, one.incarnation, [TrajectoryId(guilty.group_id, 0)], call=True)
+        world.buffer.leave(one.name, None, "failed")
+        one = Generator(world.buffer, f"next-{number}", resumes=True)
+        assert one.claimed()._replace(moved=()) == idle
+        one.claimed()
+    assert world.buffer.status().ended == {"refused/max_attempts": 1} and world.closes()
+
+
 def test_a_session_on_its_last_attempt_outlives_one_generator(world: World) -> None:
     samples = world.generator.claimed().samples
     world.buffer.leave(world.generator.name, None, "failed")
     for name, attempt, moved in (("g2", 1, ()), ("g3", 2, ()), ("g4", 2, samples)):
-        work = Generator(world.buffer, name, resumes=attempt == 2).claimed()
+        one = Generator(world.buffer, name, resumes=attempt == 2)
+        work = one.claimed()
         assert (work.attempts, work.moved) == ((attempt,) * len(samples), moved)
+        world.buffer.renew(name, one.incarnation, [of for of, _ in work.trajectories()], call=True)
         world.buffer.leave(name, None, "failed")
     assert world.buffer.status().ended == {"refused/max_attempts": 1} and world.closes()
 
