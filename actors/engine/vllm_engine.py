@@ -104,7 +104,7 @@ class VllmEngine:
         deadline = self._config.run.start_deadline
         try:
             async with asyncio.timeout(deadline):
-                await self._start(version)
+                await self._unless_dead(self._start(version))
         except TimeoutError as error:
             raise Starved(f"the engine did not start within {deadline:.0f} s") from error
 
@@ -278,7 +278,7 @@ class VllmEngine:
 
     async def _unless_dead(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
         """Wait for the engine core's answer; raises `RunFailed` if the core dies, where vLLM would wait for ever or
-        raise its own error."""
+        raise its own error, or if the call fails in the core."""
         waiting = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait([waiting], timeout=CHECK_SECONDS))[0]:
@@ -286,6 +286,8 @@ class VllmEngine:
                     raise death
             return waiting.result()
         except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
+            if type(error) is Exception:  # from the core, which may notice the death of a worker only later
+                error = RunFailed(f"the engine core failed: {error}")
             raise self._death() or error from error.__cause__
         finally:
             waiting.cancel()

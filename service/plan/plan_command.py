@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase("loading PyTorch", _say):
         from service.learn.model.hf_config import read_config
         from service.learn.model.router_replay import routing_of_model
-        from service.plan.memory import GPUS, FitSettings, check_engine
+        from service.plan.memory import GPUS, GPUS_OF_A_NODE, FitSettings, check_engine
         from service.plan.splits import SplitTable, Work
 
     if arguments.gpu not in GPUS:
@@ -84,7 +84,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         table = SplitTable(FitSettings.of(config), config.buffer, folder, GPUS[arguments.gpu], work)
     used, problem = table.settings.gpus, table.fit.problem()
     gpus = arguments.gpus or used
-    if used > gpus:
+    if generator.engine_gpus > GPUS_OF_A_NODE:
+        problem = f"generator.tensor_parallel_size: an engine takes {generator.engine_gpus} GPUs of one node; use fewer"
+    elif used > gpus:
         problem = f"generator.engines: engines and ranks take {used} GPUs, more than --gpus {gpus}; see the table"
     print(f"{config.run.name} on {gpus} {arguments.gpu}")
     print("\n".join(_lines(table, problem, routed, gpus)))

@@ -275,6 +275,19 @@ async def test_an_engine_that_does_not_answer_in_time_fails_its_check(engine: Vl
         await engine.check(60)
 
 
+async def test_a_call_that_fails_in_the_core_fails_the_engine(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a worker dies in an update, which vLLM notices later."""
+
+    async def fails(method: str, kwargs: Any) -> None:
+        raise Exception(f"Call to {method} method failed: cancelled")
+
+    monkeypatch.setattr(llm_of(engine), "collective_rpc", fails)
+    with pytest.raises(RunFailed, match="the engine core failed: Call to load_update method failed"):
+        await engine.update_weights(NEW, *sent())
+
+
 async def test_what_a_trainer_shares_is_checked_and_its_handles_reach_the_worker(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, transport="ipc")
     message = {"tensors": [["w", "bfloat16", [2, 3]]], "gpu": "0b4a", "handles": [{"storage_handle": "07"}]}
@@ -463,6 +476,19 @@ async def test_settings_that_vllm_refuses_are_one_line_that_reaches_the_driver(
     monkeypatch.setattr(actors.engine.vllm_engine, "build", refuse)
     with pytest.raises(UserError, match=rf"^generator: vLLM refuses the settings for {tmp_path}: 4 heads in 3 parts$"):
         await engine.start(PolicyVersion(0, 0))
+
+
+async def test_a_core_that_dies_amid_the_start_is_said_at_once(
+    engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dies(llm: FakeVllm, method: str) -> None:
+        llm.errored = True
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(FakeVllm, "collective_rpc", dies)
+    monkeypatch.setattr(actors.engine.vllm_engine, "CHECK_SECONDS", 0.01)
+    with pytest.raises(RunFailed, match="the engine core died"):
+        await asyncio.wait_for(start_on_gpu(engine, tmp_path, monkeypatch, None), 60)
 
 
 @pytest.mark.parametrize("layers", [2, 3])

@@ -112,6 +112,8 @@ def test_what_does_not_fit_has_an_exit_code_of_its_own(tmp_path: Path, capsys: p
     assert "it does not fit: trainer.ranks: the GPU of a rank needs" in capsys.readouterr().out
     assert plan(tmp_path, "--gpus", "2") == DOES_NOT_FIT
     assert "it does not fit: generator.engines" in capsys.readouterr().out
+    assert plan(tmp_path, "--gpus", "80", "generator.tensor_parallel_size=16") == DOES_NOT_FIT
+    assert "it does not fit: generator.tensor_parallel_size: an engine takes 16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
