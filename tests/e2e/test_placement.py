@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from actors.driver.placement import run_bundles
 from service.config import load_config
 
 pytestmark = pytest.mark.slow
@@ -53,14 +52,24 @@ RECIPES = """
 import os
 os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120"}
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # each node would start as many workers as it has CPUs
-import asyncio, json, sys, tempfile
+import asyncio, atexit, json, sys, tempfile
 from pathlib import Path
 from types import SimpleNamespace
 import actors
 import ray
-from actors.driver import cluster
-from actors.driver.placement import reserve, run_bundles
 from ray.cluster_utils import Cluster
+
+folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
+atexit.register(folder.cleanup)
+ray._private.utils.get_dashboard_dependency_error = lambda: "none of the nodes needs one"  # whose agents take seconds
+node = {"num_cpus": 8, "num_gpus": 8, "include_log_monitor": False, "resources": {"accelerator_type:H100": 1}}
+head = {**node, "include_dashboard": False, "temp_dir": folder.name}
+nodes = Cluster(initialize_head=True, head_node_args=head)
+atexit.register(nodes.shutdown)
+for _ in range(7):
+    nodes.add_node(wait=False, **node)
+from actors.driver import cluster  # takes as long as the nodes
+from actors.driver.placement import reserve, run_bundles
 from ray.util.placement_group import placement_group_table, remove_placement_group
 from service.config import load_config
 
@@ -102,22 +111,13 @@ def placed(of):
     return [nodes[index] for index in range(len(nodes))], []
 
 *placing, starting = sys.argv[1:]
-with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-    head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "include_log_monitor": False, "temp_dir": folder}
-    nodes = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        node = {"num_cpus": 8, "num_gpus": 8, "include_log_monitor": False, "resources": {"accelerator_type:H100": 1}}
-        for _ in range(8):
-            nodes.add_node(wait=False, **node)
-        nodes.wait_for_nodes()
-        ray.init(address=nodes.address, logging_level="error", log_to_driver=False)
-        os.environ["RAY_ADDRESS"] = nodes.address
-        for recipe in placing:
-            print("SAID", json.dumps(placed(load_config([recipe], []))))
-        print("SAID", json.dumps(started(load_config([starting], []), Path(folder))))
-    finally:
-        ray.shutdown()
-        nodes.shutdown()
+nodes.wait_for_nodes()
+ray.init(address=nodes.address, logging_level="error", log_to_driver=False)
+atexit.register(ray.shutdown)
+os.environ["RAY_ADDRESS"] = nodes.address
+for recipe in placing:
+    print("SAID", json.dumps(placed(load_config([recipe], []))))
+print("SAID", json.dumps(started(load_config([starting], []), Path(folder.name))))
 """
 
 
@@ -133,7 +133,8 @@ def said(script: str, *words: str) -> list[str]:
 def test_every_recipe_of_several_nodes_finds_its_places_and_its_actors_answer_there() -> None:
     """The actors of one are started; those of the others differ in their number only."""
     recipes = {str(file): load_config([file], []) for file in sorted(Path("configs").glob("*.yaml"))}
-    gpus = {name: int(sum(each.resources["GPU"] for each in run_bundles(of, gpus=1))) for name, of in recipes.items()}
+    parts = recipes.items()
+    gpus = {name: of.trainer.ranks + of.generator.min_engines * of.generator.engine_gpus for name, of in parts}
     starting = "configs/qwen3_30b_a3b.yaml"
     names = sorted((name for name in recipes if gpus[name] > 8), key=lambda name: name == starting)
     assert len(names) >= 4 and names[-1] == starting
