@@ -21,6 +21,7 @@ from service.files import is_locked
 from service.observe.status_document import SCHEMA, Status
 from service.run.folder import (
     ADDRESS,
+    CHECKPOINTS,
     NEWEST_HELP,
     RUNS,
     SUMMARY,
@@ -168,9 +169,13 @@ def _read_summary(folder: Path) -> dict[str, Any] | None:
 
 def _no_address(folder: Path) -> str:
     """The reason why a run without a summary serves no status."""
+    from service.run.checkpoints import Checkpoints
+
     if is_locked(folder):
         return f"{folder}: the run is starting, and its status is there as soon as its actors are (baton sft has none)"
+    newest = f"step {steps[-1]}" if (steps := Checkpoints(folder / CHECKPOINTS, keep=1).steps()) else "none here"
     return (
         f"{folder}: no process of this machine runs it, and it did not say how it ended: it was killed, or runs "
-        f"elsewhere; logs/ has what its parts printed, `baton run --resume {folder}` goes on from its newest checkpoint"
+        f"elsewhere; logs/ has what its parts printed, `baton run --resume {folder}` goes on from its newest "
+        f"checkpoint ({newest})"
     )

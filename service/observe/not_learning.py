@@ -50,7 +50,7 @@ SYMPTOMS = (
     Symptom("shorter", "generate/avg_response_length", "fallen to", 0.2, "responses shrank to {:.0%} of the first"),
     Symptom("cut", "generate/truncated_ratio", "at least", 0.5, "{:.0%} of the responses reach the length limit"),
     Symptom("never-solved", "reward/groups_all_zero", "at least", 0.8, "in {:.0%} of the groups all samples got 0"),
-    Symptom("no-variance", "reward/groups_without_variance", "at least", 0.8, "{:.0%} of the groups have no variance"),
+    Symptom("no-variance", "reward/groups_without_variance", "at least", 0.8, "in {:.0%} of groups rewards are equal"),
     Symptom("stale", "policy/policy_kl", "at least", 0.1, "sampled and trained policy differ by {:.2g} nats"),
     Symptom("clipped", "policy/loss_metrics/clip_ratio", "at least", 0.3, "{:.0%} of the loss tokens are clipped"),
     Symptom("no-gradient", "policy/grad_norm", "at most", 1e-8, "the gradient's norm is {:.1g}"),

@@ -110,11 +110,12 @@ def _lines(table: SplitTable, problem: str | None, routed: int, gpus: int) -> It
     work, trajectories = table.work, table.trajectories
     yield "it fits" if problem is None else f"it does not fit: {problem}"
     tokens, sampled = trajectories * work.length, trajectories * work.sampled
-    lengths = ", ".join(f"{name} {value:g}" for name, value in work._asdict().items())
+    shown = work._asdict().items() if work.turns > 1 else [*work._asdict().items()][:-1]  # one turn has no observation
+    lengths = ", ".join(f"{name} {value:g}" for name, value in shown)
     yield f"a step: {trajectories} trajectories, {tokens:,.0f} tokens, {sampled:,.0f} sampled (of each: {lengths})"
     yield (
-        f"journal: {tokens * (TOKEN_BYTES + routed) / 1e9:.2g} GB a step; a checkpoint: "
-        f"{table.fit.size.checkpoint / 1e9:.2g} GB; a weight update: {table.fit.host['final weights'] / 1e9:.2g} GB"
+        f"journal: {_gb(tokens * (TOKEN_BYTES + routed))} GB a step; a checkpoint: "
+        f"{_gb(table.fit.size.checkpoint)} GB; a weight update: {_gb(table.fit.host['final weights'])} GB"
     )
     yield f"\n  {'engines':>8} {'ranks':>6} {'training s':>14} {'decoding s':>14} {'step s':>14}  fits"
     splits, configured = table.splits(gpus), (table.settings.generator.max_engines, table.settings.learn.trainer.ranks)
@@ -125,3 +126,8 @@ def _lines(table: SplitTable, problem: str | None, routed: int, gpus: int) -> It
         numbers = f"{split.engines:>8} {split.ranks:>6} " + " ".join(f"{each:>14}" for each in ranges)
         yield f"{'*' if split is best else ' '} {numbers}  {'yes' if split.fits else 'no '}{here}"
     yield "* the shortest step; the seconds are a range of arithmetic, without the environment's (docs/plan.md)"
+
+
+def _gb(n_bytes: float) -> str:
+    """Two digits that count, of very small and very large sizes too."""
+    return f"{float(f'{n_bytes / 1e9:.2g}'):,g}"

@@ -215,7 +215,11 @@ def test_status_tells_a_run_that_starts_from_one_that_was_killed(run: Path, refu
         assert "no run answers there" in refused("status", run)
     assert f"baton run --resume {run}" in refused("status", run)
     RunWriter(run).begin(resolved_yaml(Config()))
-    assert "it was killed" in refused("status", run)
+    assert all(words in refused("status", run) for words in ("it was killed", "checkpoint (none here)"))
+    for step in (2, 10):
+        (run / f"checkpoints/step_{step}").mkdir(parents=True)
+        (run / f"checkpoints/step_{step}/manifest.json").touch()
+    assert "checkpoint (step 10)" in refused("status", run)
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", '{"state": {}}', "[" * 100_000, "\udcff"])

@@ -101,7 +101,7 @@ def test_the_page_says_what_fits_what_a_step_has_and_which_split_is_best(
 ) -> None:
     assert plan(tmp_path, "--gpus", "8", "--turns", "1", "--response-tokens", "400") == 0
     said = capsys.readouterr().out
-    assert "on 8 h100" in said and "it fits" in said and "turns 1, prompt" in said
+    assert "on 8 h100" in said and "it fits" in said and "turns 1, prompt" in said and "observation" not in said
     assert "journal: " in said and "a weight update: 16 GB" in said and said.count("(configured)") == 1
     (best,) = [line for line in said.splitlines() if line.startswith("* ") and "shortest" not in line]
     assert " yes" in best
@@ -109,7 +109,8 @@ def test_the_page_says_what_fits_what_a_step_has_and_which_split_is_best(
 
 def test_what_does_not_fit_has_an_exit_code_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(tmp_path, "--gpu", "l40s", "trainer.ranks=1", name="Qwen3-14B") == DOES_NOT_FIT
-    assert "it does not fit: trainer.ranks: the GPU of a rank needs" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "it does not fit: trainer.ranks: the GPU of a rank needs" in said and "a checkpoint: 180 GB" in said
     assert plan(tmp_path, "--gpus", "2") == DOES_NOT_FIT
     assert "it does not fit: generator.engines" in capsys.readouterr().out
     assert plan(tmp_path, "--gpus", "80", "generator.tensor_parallel_size=16") == DOES_NOT_FIT
