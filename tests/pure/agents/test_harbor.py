@@ -10,9 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
+from baton.examples import harbor_tiny
 from baton.harbor import Trial, TrialFailed
 from service.config import load_config
 from service.config.paths import check_paths
@@ -155,3 +157,12 @@ async def test_the_server_that_a_generator_starts_gets_no_secret_but_those_that_
     given = dict(line.split("=", 1) for line in Path(f"{program}.env").read_text().splitlines())
     assert {name for name, value in given.items() if value == "secret"} == {"E2B_API_KEY", "DOCKER_HOST"}
     assert given["PYTHONPATH"] == str(Path.cwd())  # for the user's own classes
+
+
+def test_the_tiny_tasks_and_what_shows_them_have_the_words_of_the_model(tmp_path: Path) -> None:
+    harbor_tiny.make_tasks(tmp_path, "image")
+    tasks, shown = load_tasks(tmp_path), harbor_tiny.demonstrations(200, 0.5, np.random.default_rng(0))
+    texts = [message["content"] for messages in (*shown, *(task.prompt for task in tasks)) for message in messages]
+    assert {word for text in texts for word in text.split()} == {*harbor_tiny.vocabulary()} and len(tasks) == 10
+    for task in tasks:
+        harbor_tiny.Trial().check_task(task)

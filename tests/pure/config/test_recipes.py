@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from baton.examples import harbor_tiny
 from service.cli.parser import main
 from service.config import Config, load
 
@@ -28,6 +29,8 @@ def make_what_it_names(config: Config) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".parquet":
             pq.write_table(pa.Table.from_pylist([row]), path)
+        elif not path.suffix:
+            harbor_tiny.make_tasks(path, "image")
         else:
             path.write_text(json.dumps({"question": "?", "answer": "#### 1"}))
 

@@ -1,0 +1,100 @@
+"""configs/harbor_tiny.yaml in containers of podman, with and without kills: it learns, and no group is lost or doubled.
+
+The lines of `metrics.jsonl` stay in `build/harbor_tiny`, for `python -m scripts.curves`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.examples.harbor_tiny import make_tasks
+from tests.containers.conftest import podman
+from tests.e2e.ledger_watch import LedgerWatch
+from tests.e2e.verdict import judged, step_of
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / ".venv-harbor" / "bin" / "harbor"
+KILLS = int(os.environ.get("BATON_KILLS", "20"))
+VICTIMS = ("harbor serve", "container", "gateway", "buffer", "generator-0")
+STEP_SECONDS = 1200.0
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.timeout(7200),
+    pytest.mark.skipif(not PROGRAM.exists(), reason="needs `make harbor`"),
+]
+
+
+def victim_pid(victim: str, run_folder: Path) -> int:
+    """A process of the run; 0: there is none now."""
+    if victim == "container":
+        pids = [int(pid) for pid in podman("ps", "-q", "--format", "{{.Pid}}").split()]
+        return random.choice(pids) if pids else 0
+    name = "generator-0" if victim == "harbor serve" else victim
+    file = run_folder / "logs" / f"{name}.log"
+    found = re.findall(r"begins: process (\d+) ", file.read_text()) if file.exists() else []
+    try:
+        process = psutil.Process(int(found[-1])) if found else None
+        if process is None or victim != "harbor serve":
+            return process.pid if process is not None else 0
+        return next((each.pid for each in process.children() if "serve" in each.cmdline()), 0)
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def strike(victim: str, run_folder: Path, run: subprocess.Popen[bytes]) -> None:
+    """Kill a process of the run as soon as there is one, unless the run ends before."""
+    while run.poll() is None:
+        if pid := victim_pid(victim, run_folder):
+            return os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("kills", [0, KILLS])
+def test_tiny_tasks_are_learned_in_containers_with_and_without_kills(busybox: str, tmp_path: Path, kills: int) -> None:
+    make_tasks(tmp_path / "tasks", busybox)
+    settings = [f"run.dir={tmp_path}", f"data.train={tmp_path / 'tasks'}", f"env.options.program={PROGRAM}"]
+    settings += ["metrics.port=0", f"env.options.trials={tmp_path / 'trials'}"]
+    settings += ["env.options.variables=LITELLM_LOCAL_MODEL_COST_MAP"]  # Harbor asks for prices otherwise
+    words = [sys.executable, "-m", "service", "run", "--config", "configs/harbor_tiny.yaml", *settings]
+    folder, kept = tmp_path / "harbor_tiny", ROOT / "build" / "harbor_tiny" / f"{kills}-kills.jsonl"
+    given = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    began, struck, ledger = time.monotonic(), Counter[str](), LedgerWatch(folder)
+    run = subprocess.Popen(words, cwd=ROOT, env=given, stdin=subprocess.DEVNULL)
+    try:
+        steps = 16
+        for number in range(kills):
+            deadline, victim = time.monotonic() + STEP_SECONDS, VICTIMS[number % len(VICTIMS)]
+            while step_of(folder) < 1 + number * (steps - 2) / kills and run.poll() is None:
+                assert time.monotonic() < deadline, f"no step after {struck}"
+                time.sleep(0.2)
+            strike(victim, folder, run)
+            struck[victim] += 1
+            print(f"{time.monotonic() - began:6.0f} s, step {step_of(folder)}: {victim} killed", flush=True)
+        assert run.wait(STEP_SECONDS * 3) == 0
+    finally:
+        ledger.stop()
+        if run.poll() is None:
+            run.send_signal(signal.SIGTERM)
+            run.wait(300)
+    print(f"{time.monotonic() - began:.0f} s, killed: {dict(struck)}; left: {podman('ps', '-aq').split()}")
+    podman("rm", "--all", "--force")  # those of a killed `harbor serve`
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(folder / "metrics.jsonl", kept)
+    lines = judged(folder, steps)
+    assert (ledger.open, ledger.lost, sum(struck.values())) == ([], [], kills)
+    rewards = [line["reward/avg_raw_reward"] for line in lines]
+    assert sum(rewards[-4:]) / 4 - rewards[0] > 0.3, json.dumps(rewards)
+    assert (podman("volume", "ls", "-q"), kills or podman("ps", "-aq")) == ("", kills or "")
