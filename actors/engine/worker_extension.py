@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +32,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
 from actors.engine import text_models
@@ -105,6 +106,18 @@ def abandon_reload(model: torch.nn.Module) -> None:
             info.reset()
 
 
+def without_values(model: torch.nn.Module, is_head_tied: bool) -> list[str]:
+    """Return the parameters that no loader was called for in the update under way. They would keep their old values, or
+    get none."""
+    found = list[str]()
+    for path, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and not (is_head_tied and isinstance(layer, ParallelLMHead)):
+            called = SKIP_LOAD_TENSORS.union(name for name, _ in info.loaded_weights)
+            found += [f"{path}.{name}" for name, _ in layer.named_parameters(recurse=False) if name not in called]
+    return found
+
+
 @dataclass
 class PullInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The version of the weights, and the sources from which to read their parts; see
@@ -125,6 +138,8 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     _made: LoaderCalls
     _calls: LoaderCalls | None = None
     """The calls of the last update, if it succeeded."""
+    unread: Sequence[str] = ()
+    """The published tensors of which the update has read nothing; none if it repeats calls."""
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Do nothing: this transfer needs no set-up."""
@@ -134,6 +149,7 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             drop(RELOADS, TIED_HEAD)
         initialize_layerwise_reload(self.model)
+        self.unread = ()
         self._made = LoaderCalls(self.model)
 
     def receive_weights(self, update_info: PullInfo) -> None:
@@ -164,6 +180,7 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         self._check()
         if not self._made.header:
             self._made.finish(self._file)  # type: ignore[arg-type]
+            self.unread = self._file.unread()  # type: ignore[union-attr]
         self._calls = self._made
         self._close()
 
@@ -196,6 +213,8 @@ class IpcWeightEngine(IPCWeightTransferEngine):  # type: ignore[misc]
     """vLLM's own transfer engine for CUDA IPC, with handles that are sent as JSON instead of a pickle."""
 
     update_info_cls = IpcUpdateInfo
+    unread: ClassVar[Sequence[str]] = ()
+    """Not known."""
 
     def receive_weights(self, update_info: IpcUpdateInfo) -> None:
         """Load every parameter from the memory to which the handles of `update_info` refer."""
@@ -266,29 +285,33 @@ class WorkerExtension:
             if path.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")):
                 Path(path).unlink(missing_ok=True)
 
-    def load_update(self: Any, update_info: dict[str, Any]) -> str:
+    def load_update(self: Any, update_info: dict[str, Any]) -> tuple[str, Sequence[str]]:
         """Load the weights, or the adapter, that the weight transfer backend receives.
 
-        Returns an empty text, or why they are not loaded; then the worker may have parts of two versions, and takes
-        another update. It does not raise: vLLM would raise at the first worker that failed, and take the answers of the
-        others for answers to the next call.
+        Returns an empty text, or why they are not loaded, and the tensors of which the worker has read nothing. After a
+        failure it may have parts of two versions, and takes another update. It does not raise: vLLM would raise at the
+        first worker that failed, and take the answers of the others for answers to the next call.
         """
-        engine: WeightTransferEngine[Any, Any] = self.weight_transfer_engine
+        engine: Any = self.weight_transfer_engine
         try:
             if self._slot is not None:
                 # Not as a weight update of vLLM, which removes all adapters at its end.
                 engine.set_weight_update_target(self._slot, engine.model_config)
                 engine.update_weights(update_info)
-            else:
-                self.start_weight_update()
-                self.update_weights(update_info)
-                self.finish_weight_update()
-            return ""
+                return "", ()
+            self.start_weight_update()
+            self.update_weights(update_info)
+            is_tied = getattr(engine.model_config.hf_config, "tie_word_embeddings", False)
+            missed = without_values(engine.model, is_tied) if engine.model_config.quantization is None else []
+            if missed:
+                raise ValueError(f"nothing was loaded into {len(missed)} parameters of the engine, as {missed[0]}")
+            self.finish_weight_update()
+            return "", engine.unread
         except Exception as error:
             log.exception("the update failed")
             self._weight_update_active = False
             abandon_reload(self.get_model())
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}", ()
         finally:
             engine.reset_weight_update_target()
 

@@ -77,6 +77,8 @@ class WeightFile:
             key=itemgetter(0),
         )
         self._starts = [at for at, *_ in self._spans]
+        self._read = set[int]()
+        """The positions of the tensors of which values were read."""
 
     def _opened(self, source: Source, kept: dict[str, OpenMemory] | None) -> OpenMemory:
         number = source.path.partition("#")[2]
@@ -157,8 +159,13 @@ class WeightFile:
             read = partial(self._rows, dtype, at, width * dtype.itemsize)
             yield name, PulledTensor(read, width, torch.empty(shape, dtype=dtype, device="meta"))
 
+    def unread(self) -> list[str]:
+        """Return the names of the tensors of which no values were read."""
+        return [name for name, stored in self.stored().items() if stored.at not in self._read]
+
     def _rows(self, dtype: torch.dtype, at: int, n_bytes: int, start: int, stop: int, device: torch.device) -> Tensor:
         """Read the rows from `start` to `stop` of the tensor at byte `at`, whose rows have `n_bytes` each."""
+        self._read.add(at)
         octets = self.read(at + start * n_bytes, at + stop * n_bytes, device)
         return (octets if octets.storage_offset() % dtype.itemsize == 0 else octets.clone()).view(dtype)
 

@@ -1,4 +1,4 @@
-"""A worker whose next updates fail where a test says."""
+"""A worker whose next updates fail, or leave out a tensor, where a test says."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,3 +21,10 @@ class FailingWorker(WorkerExtension):
                 getattr(type(engine), part)(engine, *arguments)
 
             setattr(engine, part, fails)
+
+    def leave_out(self: Any, name: str, ranks: Sequence[int]) -> None:
+        """Let the model's loader of these workers pass over a tensor without a word."""
+        if self.rank in ranks:
+            model = self.get_model()
+            load = type(model).load_weights
+            model.load_weights = lambda weights: load(model, (each for each in weights if each[0] != name))

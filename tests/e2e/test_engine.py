@@ -115,6 +115,10 @@ class Observed(VllmEngine):
         """See `FailingWorker`."""
         await self._running().collective_rpc("fail_at", args=(part, ranks, times))
 
+    async def leave_out(self, name: str, ranks: list[int]) -> None:
+        """See `FailingWorker`."""
+        await self._running().collective_rpc("leave_out", args=(name, ranks))
+
     async def pid(self) -> int:
         return os.getpid()
 
@@ -315,6 +319,10 @@ def test_after_an_update_that_failed_in_some_workers_all_of_them_take_the_next(l
     options = {"worker_extension_cls": "tests.e2e.failing_worker.FailingWorker"}
     with serving(tmp_path, dense(0), of_workers(CONFIG, 2, engine_options=options)) as engine:
         assert names_in_shared_memory(engine) == []
+        ray.get(engine.leave_out.remote("model.norm.weight", [1]))
+        with pytest.raises(RunFailed, match=r"nothing was loaded into 1 parameters .* model\.norm\.weight"):
+            ray.get(update(engine, 1, weights_of(dense(1))))
+        ray.get(engine.leave_out.remote("", [1]))
         failures = [("receive_weights", [0], 1), ("receive_weights", [1], 2), ("finish_weight_update", [0, 1], 2)]
         for step, (part, ranks, times) in enumerate(failures, 1):
             ray.get(engine.fail_at.remote(part, ranks, times))

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
 from enum import Enum
 from pathlib import Path
@@ -59,6 +59,8 @@ class FakeVllm:
         self.loaded: list[bytes] = []
         self.failing: dict[str, int] = {}
         self.silent = ""
+        self.unread: list[Sequence[str]] = [(), ()]
+        """The tensors that each worker has not read."""
         self.errored = False
         self.engine_core = Scheduler(self)
         self.completion: Any = None
@@ -88,7 +90,9 @@ class FakeVllm:
             raise self.completion
         yield SimpleNamespace(outputs=[self.completion], num_cached_tokens=4, metrics=None)
 
-    async def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[str]:
+    async def collective_rpc(
+        self, method: str, kwargs: dict[str, Any] | None = None
+    ) -> list[tuple[str, Sequence[str]]]:
         """The answers of two workers, of which the second may fail."""
         if kwargs is not None:
             self.infos.append(kwargs["update_info"])
@@ -96,8 +100,8 @@ class FakeVllm:
         try:
             await self.does(method)
         except RuntimeError as error:
-            return ["", str(error)]
-        return ["", ""]
+            return [("", ()), (str(error), ())]
+        return [("", unread) for unread in self.unread]
 
     async def update_weight_version(self, version: str) -> None:
         await self.does(f"label {PolicyVersion.unpack(int(version))}")
@@ -213,6 +217,16 @@ async def test_two_updates_at_once_are_made_one_after_the_other(engine: VllmEngi
     assert llm.did == [*LOADED, *LOADED[:2], "label 1:2", "resume"]
     assert llm.loaded == [saved(1.0), saved(2.0)]
     assert engine.serving == PolicyVersion(1, 2)
+
+
+async def test_a_tensor_that_no_worker_reads_fails_the_update_and_the_engine_stays_paused(engine: VllmEngine) -> None:
+    llm = llm_of(engine)
+    llm.unread = [["a", "b"], ["a"]]
+    with pytest.raises(RunFailed, match=r"has read nothing of 1 tensors, as a$"):
+        await engine.update_weights(NEW, *sent())
+    assert llm.did == LOADED[:2]
+    llm.unread = [["a"], ["b"]]  # each worker has other experts
+    await engine.update_weights(PolicyVersion(1, 2), *sent(version=PolicyVersion(1, 2)))
 
 
 async def test_weights_that_are_replaced_while_an_engine_loads_leave_it_paused_for_the_newer_ones(
