@@ -342,11 +342,14 @@ def _checked_experts(model_folder: Path, generation: Generation) -> np.dtype[Any
 def build(arguments: dict[str, Any], with_load: bool = False) -> tuple[AsyncLLM, LoadRecorder | None]:
     """Start an engine; returns it, and what records its load if that is wanted."""
     from vllm import AsyncEngineArgs
+    from vllm.v1.engine import logprobs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from actors.engine.stats import LoadRecorder
     from actors.engine.text_models import register
 
+    # With stop strings vLLM reads each likely token; nobody needs the texts, and it fails at ids without one.
+    logprobs.convert_ids_list_to_tokens = lambda tokenizer, token_ids: [""] * len(token_ids)
     os.environ[OWNER_PID] = str(os.getpid())
     if not on_gpu():
         register()

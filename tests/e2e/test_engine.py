@@ -15,7 +15,17 @@ import ray
 import torch
 import xxhash
 from safetensors.torch import load_file, save
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from actors.engine.engine_load import EngineLoad
 from actors.engine.vllm_engine import VllmEngine, WeightUpdate, engine_env
@@ -169,8 +179,12 @@ def of_workers(config: Config, workers: int, **options: Any) -> Config:
 
 @pytest.fixture(scope="module", params=WORKERS)
 def engine(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Serves `dense(0)` as version 1.0 to begin with."""
-    engine = started(tmp_path_factory.mktemp("dense"), dense(0), of_workers(CONFIG, request.param))
+    """Serves `dense(0)` as version 1.0 to begin with; its tokenizer has fewer tokens than its head has rows."""
+    folder = tmp_path_factory.mktemp("dense")
+    words = Tokenizer(WordLevel({f"▁{number}": number for number in range(40)}, "▁0"))
+    words.pre_tokenizer = Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    engine = started(folder, dense(0), of_workers(CONFIG, request.param, stop=["never said"]))
     yield engine
     ray.kill(engine)
 
@@ -180,7 +194,7 @@ def test_log_probabilities_of_a_sampler_that_truncates_are_those_over_its_suppor
     engine: Any, setting: dict[str, Any]
 ) -> None:
     ray.get(update(engine, 0, weights_of(dense(0))))
-    sampling = Sampling(max_tokens=40, temperature=0.7, **setting)
+    sampling = Sampling(max_tokens=40, temperature=0.7, stop=("never said",), **setting)
     generations = ray.get([engine.generate.remote(prompt(seed), sampling, "r") for seed in range(4)])
     for seed, generation in enumerate(generations):
         assert generation.support_size.max() <= setting.get("top_k", 79)
