@@ -100,7 +100,7 @@ class Coordinator:
         eval_files, stopped = prepared.eval_files, lambda: bool(self.stopped_by)
         sections = config.data, config.run, config.weights.sync_every
         self._evaluations = Evaluations(*sections, self._generator_pool, folder, eval_files, say, stopped, evaluated)
-        self._version = PolicyVersion(0, 0)
+        self._version = PolicyVersion(0, 0 if resume_from is None else resume_from.step)
         self._trainer_failures, self._failed_at = 0, 0
         """Failures of the trainer, and the highest step before a failure: repeated steps do not count as progress."""
         self._starting: asyncio.Task[None] | None = None
@@ -129,7 +129,7 @@ class Coordinator:
             for name, actor in self._supervised.items():
                 self._supervisor.watch(name, partial(life_of, actor))
             if not await self._started():
-                end_early(self._folder, self._say, 0 if self._resume_from is None else self._resume_from.step)
+                end_early(self._folder, self._say, self._version.step)
                 return
             generating = asyncio.ensure_future(self._generate())
             training = asyncio.ensure_future(self._through_losses(self._train))
@@ -162,6 +162,7 @@ class Coordinator:
 
     async def _start(self) -> None:
         self._telemetry.start()
+        self._telemetry.at(self._version)
         self._telemetry.state("starting")
         with phase("starting the actors", self._say):
             await ask_buffer(self._buffer.ready)
@@ -269,6 +270,7 @@ class Coordinator:
         """Join the buffer as a trainer at this step, and publish the weights to the engines."""
         incarnation = await ask_buffer(self._buffer.join, "trainer", "trainer", step)
         self._version = PolicyVersion(incarnation, step)
+        self._telemetry.at(self._version)
         self._progress.go_on_from(step)
         self._evaluations.continue_from(step)
         self._checkpoints.go_on_from(step)

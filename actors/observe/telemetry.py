@@ -66,6 +66,10 @@ class RunTelemetry(Reporter):
         self._report_run(state=state)
         self.push()
 
+    def at(self, policy: PolicyVersion, **more: Any) -> None:
+        """Report the version of the policy, in a resumed run from its start on."""
+        self._report_run(policy_version=policy._asdict(), **more)
+
     def stepped(
         self, policy: PolicyVersion, line: Mapping[str, float], seconds_left: float | None, not_learning: str
     ) -> None:
@@ -73,8 +77,7 @@ class RunTelemetry(Reporter):
         `Progress`."""
         now = time.time()
         measure_step(self.metrics, line, now)
-        self._report_run(policy_version={"incarnation": policy.incarnation, "step": policy.step}, stepped=now)
-        self._report_run(seconds_left=seconds_left, not_learning=not_learning)
+        self.at(policy, stepped=now, seconds_left=seconds_left, not_learning=not_learning)
         if "timing/sync_weights" in line:
             self._report_run(weights_sync_seconds=line["timing/sync_weights"])
         self.report("step", line)

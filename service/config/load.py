@@ -138,7 +138,7 @@ def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
     kind, value, context = details[0]["type"], details[0]["input"], details[0].get("ctx", {})
     shown = "null" if value is None else short(value)
     if kind == "extra_forbidden":
-        return f"unknown key{_nearest_key(path)}"
+        return f"unknown key{_nearest_key(path, value)}"
     if kind == "missing":
         return "is not set, and has no default" if isinstance(value, Mapping) else f"{shown} has too few values"
     if kind in KINDS and len(details) == 1:
@@ -151,7 +151,7 @@ def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
         return f"must {details[0]['msg'].partition(' should ')[2] or details[0]['msg']}, not {shown}"
     wanted = " or ".join(dict.fromkeys(map(_wanted, details)))
     choices = [choice for detail in details for choice in re.findall("'(.*?)'", detail["msg"])]
-    return f"must be {wanted}, not {shown}{_meant(str(value), choices, 0.5)}"
+    return f"must be {wanted}, not {shown}{_meant(str(value), choices)}"
 
 
 def _wanted(detail: ErrorDetails) -> str:
@@ -162,17 +162,21 @@ def _wanted(detail: ErrorDetails) -> str:
     return text if detail["type"] == "literal_error" else text.partition(", ")[0]
 
 
-def _nearest_key(path: KeyPath) -> str:
-    """A hint for an unknown key: a similar key of the section, or the section's keys."""
+def _nearest_key(path: KeyPath, value: Any) -> str:
+    """A hint for an unknown key: a similar key of the section, or of another section, or the section's keys."""
     if path[:-1] == ("generator",) and (why := refusal(path[-1])) is not None:
         return f": {why}"
     siblings = _keys_of(path[:-1])
-    meant = _meant(".".join(path), [".".join((*path[:-1], key)) for key in siblings])
-    return meant or (f" (valid here: {', '.join(siblings)})" if siblings else "")
+    known = {key[-1]: key for key in reversed(key_paths())} | {key: (*path[:-1], key) for key in siblings}
+    inner = str(next(iter(value))) if isinstance(value, Mapping) and value else path[-1]
+    for word, words in ((path[-1], siblings), (inner, known)):
+        if close := difflib.get_close_matches(word, words, n=1):
+            return f" (did you mean {'.'.join(known[close[0]])}?)"
+    return f" (valid here: {', '.join(siblings)})" if siblings else ""
 
 
-def _meant(typed: str, names: Sequence[str], least: float = 0.6) -> str:
-    close = difflib.get_close_matches(typed, names, n=1, cutoff=least)
+def _meant(typed: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(typed, names, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

@@ -129,7 +129,7 @@ def _plain(
 ) -> Any:
     """A copy of a value that must be of the given kind, with up to `most` characters as JSON."""
     try:
-        text = msgspec.json.encode(value, enc_hook=_simpler).decode()
+        text = json.dumps(msgspec.to_builtins(value, builtin_types=BYTES, str_keys=True, enc_hook=_simpler))
         if len(text) > most:
             raise NotAllowed(reason, f"{field} is too large; allowed are {most} characters in all")
         copied = msgspec.json.decode(text)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -43,12 +44,20 @@ MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
 """The beginning of a text that is meant as a list of messages."""
 
 
+TASK_BYTES = 800
+"""Bytes of memory for reading a row with a short prompt and no other columns."""
+NO_ROOM = "need more memory than is free; give fewer rows, or a machine with more memory"
+
+
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Makes many lasting objects at twice the speed: no search for garbage among them, of which there is none."""
+    """Makes many lasting objects at twice the speed: no search for garbage among them, of which there is none. Raises a
+    `UserError` if there is no memory for them."""
     gc.disable()
     try:
         yield
+    except MemoryError as error:
+        raise UserError(f"data: the rows of all datasets {NO_ROOM}") from error
     finally:
         gc.enable()
 
@@ -152,13 +161,17 @@ def _read_parquet(path: Path) -> list[Any]:
     known: dict[str, str] = {}
     try:
         with pq.ParquetFile(path) as file:
-            kinds = str(file.schema_arrow)
+            kinds, names = str(file.schema_arrow), file.schema_arrow.names
+            if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+                raise ValueError(f"the column {twice[0]} comes twice")
+            if (count := file.metadata.num_rows) * TASK_BYTES > psutil.virtual_memory().available:
+                raise ValueError(f"its {count:,} rows {NO_ROOM}")
             for batch in file.iter_batches(BATCH_ROWS):
                 read = batch.to_pylist(maps_as_pydicts="strict" if "map<" in kinds else None)  # dicts are slower
-                is_long = "dictionary<" in kinds or batch.nbytes >= LONG_ROW_BYTES * len(batch)
-                is_odd = is_long or _has_nulls(batch.to_struct_array())
+                is_long = batch.nbytes >= LONG_ROW_BYTES * len(batch)
+                is_odd = is_long or "dictionary<" in kinds or "map<" in kinds or _has_nulls(batch.to_struct_array())
                 rows += [_plain(row, known) for row in read] if is_odd else read
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError, KeyError) as error:
         # pyarrow's errors differ between broken bytes and values out of Python's range, such as the year 300000.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"dataset {path}: no parquet file that can be read: {reason}") from error
@@ -167,6 +180,8 @@ def _read_parquet(path: Path) -> list[Any]:
 
 def _has_nulls(array: pa.Array) -> bool:
     kind = array.type
+    if pa.types.is_map(kind):
+        return _has_nulls(array.items)
     inner = array.flatten() if pa.types.is_struct(kind) else [array.flatten()] if pa.types.is_nested(kind) else []
     return array.null_count > 0 or any(map(_has_nulls, inner))
 
@@ -198,8 +213,17 @@ def _read_jsonl(path: Path) -> list[Any]:
 def _read_line(line: str) -> Any:
     if "null" not in line:
         with suppress(msgspec.MsgspecError, RecursionError):  # it reads less than json: no NaN, no half surrogate pairs
-            return msgspec.json.decode(line)
-    return json.loads(line, object_pairs_hook=_without_nulls)
+            row = msgspec.json.decode(line)
+            if msgspec.json.encode(row).count(b'"') == line.count('"'):  # otherwise a key may come twice
+                return row
+    return json.loads(line, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {max(names, key=names.count)!r:.80} comes twice")
+    return _without_nulls(pairs)
 
 
 def _text(path: Path) -> str:

@@ -197,7 +197,7 @@ class Progress:
         summary = {
             "state": state,
             "steps": len(self._rewards),
-            "seconds": now - self._created,
+            "seconds": self._seconds_before + now - self._created,
             "rl_seconds": now - self._began,
             **learning_summary(self._rewards, self._staleness),
             **{key: entry for key, entry in more.items() if entry},

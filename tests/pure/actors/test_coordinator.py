@@ -227,11 +227,16 @@ def test_an_adapter_is_added_to_what_the_warm_start_of_all_weights_left(
 
 
 def test_a_run_that_resumes_before_its_first_checkpoint_of_files_begins_with_the_model_again(tmp_path: Path) -> None:
+    """Its status has the step of the checkpoint from the start on."""
     trainer: Any = Trainer()
     cluster = replace(cluster_of(tmp_path / "run", LEASES | {"status": TOLD, "resume": None}, {}), trainer=trainer)
-    manifest = Manifest(step=0, journal_position=0, files={})
+    pushed: list[Any] = []
+    cluster.hub.push = SimpleNamespace(remote=lambda *of: pushed.append(of))
+    manifest = Manifest(step=7, journal_position=0, files={})
     fails(tmp_path, cluster, "far enough", resume_from=manifest)
     assert [method for method, *_ in trainer.asked] == ["load", "weights"]
+    shown = [report["policy_version"] for _, _, reports, *_ in pushed for part, report in reports if part == "run"]
+    assert shown[0] == {"incarnation": 0, "step": 7}
 
 
 def test_the_weights_of_the_best_evaluation_so_far_are_kept(tmp_path: Path) -> None:

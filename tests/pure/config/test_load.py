@@ -92,6 +92,8 @@ def test_an_empty_mapping_replaces_what_a_lower_layer_set(tmp_path: Path) -> Non
         ("data:\n  eval: x.jsonl\n", 2, "data.eval", "write {NAME: VALUE}"),
         ("generator:\n  presence_penalty: 0.9\n", 2, "generator.presence_penalty", "changes the sampling distribution"),
         ("generator: {}\nxyzzy: 3\n", 2, "xyzzy", "valid here: run, model"),
+        ("learn: {estimate: grpo}\n", 1, "learn", "mean algorithm.estimator?"),
+        ("trainer:\n  learning_rate: 1\n", 2, "trainer.learning_rate", "valid here: ranks, "),
         ("buffer:\n  order: strickt\n", 2, "buffer.order", "mean strict?"),
         ("run:\n  seed: 1\n  max_steps: many\n", 3, "run.max_steps", "must be"),
         ("algorithm:\n  loss: {my_loss: }\n", 2, "algorithm.loss", "quotes"),

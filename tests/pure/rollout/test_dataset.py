@@ -7,8 +7,10 @@ import os
 import re
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +19,7 @@ from service.config.rollout import ColumnsConfig, DataConfig, EnvConfig
 from service.errors import UserError
 from service.rollout.prompts.dataset import COLUMN_BYTES, load_tasks, rows_digest
 from service.rollout.prompts.files import read_published, train_file
-from service.rollout.prompts.rows import write_rows
+from service.rollout.prompts.rows import TASK_BYTES, without_gc, write_rows
 
 PROMPT = [{"role": "user", "content": "6 times 7?"}]
 
@@ -110,6 +112,12 @@ def test_a_bad_row_is_named_by_row_and_column(tmp_path: Path, row: Any, message:
         ("rows.jsonl", b'{"prompt": "a"}\n\n{"prompt', r"row 1: no JSON: .* \(line 3, column 2\)"),
         ("rows.jsonl", b'{"prompt": "a"}\n' + b"[" * 100_000, r"row 1: no JSON: .* \(line 2"),
         ("rows.jsonl", b'{"prompt": "a"}\n' + b"9" * 5_000, r"row 1: no JSON: .* \(line 2"),
+        (
+            "rows.jsonl",
+            b'{"prompt": "a"}\n{"prompt": "a", "x": {"k": 1, "k": 2}}',
+            "row 1: no JSON: the key 'k' comes twice",
+        ),
+        ("rows.jsonl", b'{"prompt": "a", "prompt": null}', "row 0: no JSON: the key 'prompt' comes twice"),
         ("rows.jsonl", b"\xff\xfe", "not UTF-8"),
         ("rows.parquet", b"no parquet", "no parquet file"),
         ("rows.csv", b"prompt\na\n", "ends in '.csv'; give a .jsonl or a .parquet file"),
@@ -162,13 +170,49 @@ def test_half_a_surrogate_pair_elsewhere_is_written_as_it_was_read(tmp_path: Pat
     assert load_tasks(path)[0].extra_info == {"note": "\ud800"}
 
 
+MAP = pa.map_(pa.string(), pa.int64())
+
+
 @pytest.mark.parametrize(
-    "value", [pa.array([1 << 62], pa.timestamp("us")), pa.array([1 << 30], pa.date32()), pa.array([5], pa.time64("ns"))]
+    ("value", "reason"),
+    [
+        (pa.array([1 << 62], pa.timestamp("us")), "out of range"),  # dates that Python cannot hold
+        (pa.array([1 << 30], pa.date32()), ""),
+        (pa.array([5], pa.time64("ns")), ""),
+        (pa.array([[("k", 1), ("k", 2)]], MAP), "duplicate key was 'k'"),
+        (pa.StructArray.from_arrays([[1], [2]], ["k", "k"]), "duplicate field names"),
+    ],
 )
-def test_a_date_that_python_cannot_hold_is_a_clear_line(tmp_path: Path, value: pa.Array) -> None:
+def test_a_value_that_python_cannot_hold_is_a_clear_line(tmp_path: Path, value: pa.Array, reason: str) -> None:
     pq.write_table(pa.table({"prompt": ["?"], "when": value}), tmp_path / "rows.parquet")
-    with pytest.raises(UserError, match=r"rows\.parquet: no parquet file that can be read: [^\n]+$"):
+    with pytest.raises(UserError, match=rf"rows\.parquet: no parquet file that can be read: [^\n]*{reason}[^\n]*$"):
         load_tasks(tmp_path / "rows.parquet")
+
+
+def test_a_map_of_parquet_is_an_object_and_its_nulls_are_left_out(tmp_path: Path) -> None:
+    maps = pa.array([[("k", 1), ("l", None)], None, []], MAP)
+    inside = pa.array([{"m": [("k", 2)]}, {"m": None}, None], pa.struct([("m", MAP)]))
+    pq.write_table(pa.table({"prompt": ["a", "b", "c"], "extra_info": maps, "x": inside}), tmp_path / "rows.parquet")
+    read = [task.extra_info for task in load_tasks(tmp_path / "rows.parquet")]
+    assert read == [{"k": 1, "x": {"m": {"k": 2}}}, {"x": {}}, {}]
+
+
+def test_a_parquet_file_whose_rows_no_memory_holds_or_with_one_column_twice_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twice = pa.table([["a"], ["b"]], ["prompt", "prompt"])
+    pq.write_table(twice, tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match="the column prompt comes twice"):
+        load_tasks(tmp_path / "rows.parquet")
+    prompts = pa.array(["a" * 100_000] * 1000).dictionary_encode()
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "rows.parquet")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000 * TASK_BYTES - 1))
+    with pytest.raises(UserError, match=r"rows\.parquet.*its 1,000 rows need more memory"):
+        load_tasks(tmp_path / "rows.parquet")
+    monkeypatch.undo()
+    assert len(load_tasks(tmp_path / "rows.parquet")) == 1000
+    with pytest.raises(UserError, match="need more memory than is free"), without_gc():
+        raise MemoryError
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,10 @@ def test_the_seconds_since_the_start_go_on_where_a_run_does(tmp_path: Path, cloc
     resumed.go_on_from(1)
     clock.now += 5
     step(resumed, 2)
+    resumed.end("finished", BUFFER, [])
     run.close()
     assert [line["timing/since_start"] for line in read_lines(tmp_path / "metrics.jsonl")] == [30, 35]
+    assert json.loads((tmp_path / "summary.json").read_text())["seconds"] == 35
 
 
 @pytest.mark.parametrize("steps", [FEWEST_STEPS - 1, FEWEST_STEPS])
