@@ -8,6 +8,7 @@ any error, so all errors are caught.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -23,6 +24,7 @@ from service.rollout.engine import AgentLimits
 from service.rollout.environment import MAIN, Message, StepResult
 from service.rollout.user_errors import describe_error, type_name
 
+BYTES = (bytes, bytearray, memoryview)
 NUMBER_CHARACTERS = 1 << 10
 """Maximum characters of a reward as JSON."""
 INFO_CHARACTERS = 1 << 16
@@ -106,7 +108,7 @@ def plain_info(value: Any, field: str = "info") -> dict[str, float]:
 
 def _as_float(number: float | None) -> float:
     try:
-        return math.nan if number is None else float(number)  # JSON has null for NaN and infinity
+        return math.nan if number is None else float(number)
     except OverflowError:
         return math.nan
 
@@ -129,10 +131,12 @@ def _plain(
 ) -> Any:
     """A copy of a value that must be of the given kind, with up to `most` characters as JSON."""
     try:
-        text = json.dumps(msgspec.to_builtins(value, builtin_types=BYTES, str_keys=True, enc_hook=_simpler))
+        # Unlike msgspec's, Python's JSON refuses bytes, which are no text.
+        builtin = msgspec.to_builtins(value, builtin_types=BYTES, str_keys=True, enc_hook=_simpler)
+        text = json.dumps(builtin, ensure_ascii=False)
         if len(text) > most:
             raise NotAllowed(reason, f"{field} is too large; allowed are {most} characters in all")
-        copied = msgspec.json.decode(text)
+        copied = json.loads(text.encode())
     except NotAllowed:
         raise
     except BaseException as error:  # noqa: BLE001 - methods of the value's class may raise anything

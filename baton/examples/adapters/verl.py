@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from baton import Message, StepResult, Task
 from baton.examples.adapters.own_thread import OwnThread
@@ -48,7 +51,7 @@ class ComputeScore:
         called: Any = await self._thread.call(self._function, **given)
         result = await called if inspect.isawaitable(called) else called
         parts = dict(result) if isinstance(result, Mapping) else {"score": result}
-        info = {name: float(part) for name, part in parts.items() if isinstance(part, bool | int | float)}
+        info = {name: float(part) for name, part in parts.items() if isinstance(part, Real | np.bool_)}
         return StepResult((), float(parts["score"]), True, info)
 
     async def close(self) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from itertools import islice
@@ -20,14 +19,13 @@ MAX_INFO_NAMES = 64
 MAX_INFO_BYTES = 1000
 """Maximum bytes of an info."""
 
-_texts = msgspec.json.Decoder(dict[str, dict[str, float]])
+_texts = msgspec.json.Decoder(dict[str, dict[str, float | None]])
 
 
 def packed_info(environment: str, info: Mapping[str, float]) -> str:
-    """The text of a trajectory's `info`, with six digits; without numbers that are not finite, and without those from
+    """The text of a trajectory's `info`, with six digits, and null for numbers that are not finite; without those from
     which on it would exceed `MAX_INFO_BYTES`."""
-    finite = ((name, float(f"{number:.6g}")) for name, number in info.items() if math.isfinite(number))
-    kept = dict(islice(finite, MAX_INFO_NAMES))
+    kept = {name: float(f"{number:.6g}") for name, number in islice(info.items(), MAX_INFO_NAMES)}
     while len(text := msgspec.json.encode({environment: kept})) > MAX_INFO_BYTES:
         if not kept:
             return ""
@@ -45,17 +43,20 @@ def is_info(text: str) -> bool:
 
 def info_means(ends: Ends) -> dict[str, float]:
     """The means over the trajectories of each environment, named `environment/<environment>/<name>`. A trajectory whose
-    `info` lacks the name counts as 0."""
+    `info` lacks the name counts as 0; one whose number is not finite does not count."""
     count, sums = Counter[str](), dict[str, Counter[str]]()
+    uncounted = Counter[tuple[str, str]]()
     for code, times in Counter(ends.info_E.tolist()).items():
         for environment, info in _texts.decode(ends.infos[code] or "{}").items():
             count[environment] += times
             of = sums.setdefault(environment, Counter())
             for name, number in info.items():
-                if name in of or len(of) < MAX_INFO_NAMES:
+                if number is None:
+                    uncounted[environment, name] += times
+                elif name in of or len(of) < MAX_INFO_NAMES:
                     of[name] += times * number  # type: ignore[assignment]
     return {
-        f"environment/{environment}/{name}": total / count[environment]
+        f"environment/{environment}/{name}": total / (count[environment] - uncounted[environment, name])
         for environment, of in sums.items()
         for name, total in of.items()
     }

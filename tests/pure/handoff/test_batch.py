@@ -71,7 +71,12 @@ def test_a_trajectory_without_steps_still_has_its_return() -> None:
 
 
 def test_what_environments_say_is_averaged_over_the_trajectories_of_the_mini_batch() -> None:
-    said = [{"won": 1.0, "odd": math.nan}, {"won": 0.0, "tries": 3.0}, {}, {"won": 1 / 3}]
+    said = [
+        {"won": 1.0, "odd": math.nan},
+        {"won": 0.0, "tries": 3.0, "error": 2.0},
+        {"error": math.inf},
+        {"won": 1 / 3},
+    ]
     ends = [
         end(TrajectoryId(0, sample), steps=0)._replace(info=packed_info("games:Wordle", info))
         for sample, info in enumerate(said)
@@ -84,6 +89,7 @@ def test_what_environments_say_is_averaged_over_the_trajectories_of_the_mini_bat
     assert {name: mean for name, mean in metrics.items() if name.startswith("environment/")} == {
         "environment/games:Wordle/won": pytest.approx(1 / 3, abs=1e-6),
         "environment/games:Wordle/tries": 0.75,
+        "environment/games:Wordle/error": pytest.approx(2 / 3),
         "environment/sql/won": 7.0,
     }
 

@@ -16,6 +16,7 @@ from service.handoff.steps.values import MAX_REWARD
 from service.rollout.chat.chat import Chat
 from service.rollout.engine import AgentLimits, Generation, Mode, PlaySettings, Sampling
 from service.rollout.environment import Message, StepResult
+from service.rollout.plain_values import BYTES
 from service.types import NO_VERSION, ROUTE_NATIVELY
 from tests.pure.rollout.conftest import (
     QUESTION,
@@ -125,6 +126,10 @@ class Unspeakable(Exception):
         (told("17")._replace(info={"why": "it"}), "environment_error"),
         (told("17")._replace(done=np.ones(2)), "environment_error"),
         (told("17")._replace(messages=[{"role": ["user"], "content": "17"}]), "environment_output"),
+        *(
+            (told("17")._replace(messages=[{"role": "tool", "content": of(b"17")}]), "environment_output")
+            for of in BYTES
+        ),  # type: ignore[list-item]
     ],
 )
 async def test_an_environment_that_fails_costs_its_own_trajectory_with_the_reason(

@@ -11,6 +11,7 @@ from threading import Event
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -208,7 +209,8 @@ def test_without_the_library_its_name_is_in_the_refusal(monkeypatch: pytest.Monk
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
     """As a user of verl has it."""
     right = solution_str == ground_truth
-    return {"score": right - 0.5, "acc": right, "level": extra_info["level"], "pred": solution_str, "of": data_source}
+    more = {"level": np.int64(extra_info["level"]), "near": np.bool_(right), "pred": solution_str, "of": data_source}
+    return {"score": right - 0.5, "acc": right, **more}
 
 
 async def compute_score_async(solution_str: str, **others: Any) -> float:
@@ -234,7 +236,7 @@ async def test_a_reward_function_of_verl_scores_verls_rows_by_one_setting(tmp_pa
         assert await environment.reset(task, 0) == task.prompt
         found.append(await environment.step("14"))
         await environment.close()
-    assert found[0] == StepResult((), 0.5, True, {"score": 0.5, "acc": 1.0, "level": 2.0})
+    assert found[0] == StepResult((), 0.5, True, {"score": 0.5, "acc": 1.0, "level": 2.0, "near": 1.0})
     assert found[1] == StepResult((), 1.0, True, {"score": 1.0})
     with pytest.raises(UserError, match=r"env\.compute_score.*did you mean"):
         make_environment(COMPUTE_SCORE, {"function": f"{__name__}:compute_scor"})
