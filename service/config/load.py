@@ -151,7 +151,8 @@ def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
         return f"must {details[0]['msg'].partition(' should ')[2] or details[0]['msg']}, not {shown}"
     wanted = " or ".join(dict.fromkeys(map(_wanted, details)))
     choices = [choice for detail in details for choice in re.findall("'(.*?)'", detail["msg"])]
-    return f"must be {wanted}, not {shown}{_meant(str(value), choices)}"
+    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    return f"must be {wanted}, not {shown}" + (f" (did you mean {close[0]}?)" if close else "")
 
 
 def _wanted(detail: ErrorDetails) -> str:
@@ -173,11 +174,6 @@ def _nearest_key(path: KeyPath, value: Any) -> str:
         if close := difflib.get_close_matches(word, words, n=1):
             return f" (did you mean {'.'.join(known[close[0]])}?)"
     return f" (valid here: {', '.join(siblings)})" if siblings else ""
-
-
-def _meant(typed: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(typed, names, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _keys_of(path: KeyPath) -> list[str]:

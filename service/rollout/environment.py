@@ -16,20 +16,14 @@ from typing import Any, Literal, NamedTuple, NotRequired, Protocol, TypedDict
 from service.errors import in_one_line, last_lines
 from service.handoff.steps.values import Role, StopReason
 
+HALF = re.compile("[\ud800-\udfff]")
 MAIN = str(Role.MAIN)
 """Name of the role that has the first turn."""
 
 
 def is_text(value: Any) -> bool:
-    """True if a value is a text that can be encoded as UTF-8; a text with half of a surrogate pair cannot be
-    encoded."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    """True if a value is a text that can be encoded as UTF-8: one without half of a surrogate pair."""
+    return isinstance(value, str) and (str.isascii(value) or not HALF.search(value))
 
 
 class Message(TypedDict):

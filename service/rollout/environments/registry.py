@@ -103,12 +103,7 @@ def _loaded(name: str, trusted_modules: Sequence[str]) -> tuple[ModuleType, Any]
 
 
 SyntheticFunction = Literal["rows", "vocabulary", "demonstrations"]
-INSTEAD: Mapping[SyntheticFunction, str] = {
-    "rows": "give files: data.train in place of data.make_rows, data.eval in place of data.eval_make_rows",
-    "vocabulary": "give model.path in place of model.make",
-    "demonstrations": "leave out model.warm_start",
-}
-"""What to set if an environment does not make the data."""
+INSTEAD = "give data.train (and data.eval), and model.path"
 
 
 class SyntheticData(Protocol):
@@ -137,12 +132,12 @@ def synthetic_data(
         UserError: the environment cannot be loaded, or its module lacks the function.
     """
     if name == AGENT:
-        raise UserError(f"env.name: {AGENT!r} runs a command, which makes no {needed}; {INSTEAD[needed]}")
+        raise UserError(f"env.name: {AGENT!r} runs a command, which makes no {needed}; {INSTEAD}")
     data: Any = _loaded(name, trusted_modules)[0]
     if not callable(getattr(data, needed, None)):
         raise UserError(
             f"env.name: {name!r} makes no {needed}: its module has no function `{needed}`; write it "
-            f"(docs/environments.md), or {INSTEAD[needed]}"
+            f"(docs/environments.md), or {INSTEAD}"
         )
     source: SyntheticData = data
     return source

@@ -111,7 +111,7 @@ def _rows(chat: Chat, mode: Mode, turns: Sequence[tuple[list[Message], str]]) ->
         prompt = conversation.prompt(messages)
         prompt_ids = prompt.token_ids.tolist()
         if prompt.whole and prompt_ids[: len(ids)] != ids:
-            yield _row(ids, mask)
+            yield SupervisedRow(np.array(ids, np.int32), np.array(mask, np.bool_))
             ids, mask = [], []
         added = prompt_ids[len(ids) :] if prompt.whole else prompt_ids
         response_ids = conversation.close(text, generation_of(text, chat), last=number == len(turns)).token_ids.tolist()
@@ -119,8 +119,4 @@ def _rows(chat: Chat, mode: Mode, turns: Sequence[tuple[list[Message], str]]) ->
         is_end = bool(ids) and chat.closing_id is None and mode != "inline"
         ids += [*added, *response_ids]
         mask += [is_end and not index for index in range(len(added))] + [True] * len(response_ids)
-    yield _row(ids, mask)
-
-
-def _row(ids: list[int], mask: list[bool]) -> SupervisedRow:
-    return SupervisedRow(np.array(ids, np.int32), np.array(mask, np.bool_))
+    yield SupervisedRow(np.array(ids, np.int32), np.array(mask, np.bool_))

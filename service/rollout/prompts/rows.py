@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -180,8 +180,6 @@ def _read_parquet(path: Path) -> list[Any]:
 
 def _has_nulls(array: pa.Array) -> bool:
     kind = array.type
-    if pa.types.is_map(kind):
-        return _has_nulls(array.items)
     inner = array.flatten() if pa.types.is_struct(kind) else [array.flatten()] if pa.types.is_nested(kind) else []
     return array.null_count > 0 or any(map(_has_nulls, inner))
 
@@ -216,14 +214,7 @@ def _read_line(line: str) -> Any:
             row = msgspec.json.decode(line)
             if msgspec.json.encode(row).count(b'"') == line.count('"'):  # otherwise a key may come twice
                 return row
-    return json.loads(line, object_pairs_hook=_object)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {max(names, key=names.count)!r:.80} comes twice")
-    return _without_nulls(pairs)
+    return json.loads(line, object_pairs_hook=_without_nulls)
 
 
 def _text(path: Path) -> str:
@@ -235,5 +226,8 @@ def _text(path: Path) -> str:
         raise UserError(f"dataset {path}: cannot be read: {error.strerror}") from error
 
 
-def _without_nulls(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _without_nulls(pairs: Collection[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {max(names, key=names.count)!r:.80} comes twice")
     return {name: value for name, value in pairs if value is not None}
