@@ -132,7 +132,7 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     model is reloaded layer by layer, with vLLM's own sharding and layout."""
 
     update_info_cls = PullInfo
-    _file: WeightFile | None = None
+    _file: WeightFile
     _kept: ClassVar[dict[str, OpenMemory]] = {}
     """The ranks' memory, which stays open from update to update; a worker has one such engine."""
     _made: LoaderCalls
@@ -159,7 +159,6 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         Raises:
             WeightsGone: weights were replaced while they were read.
         """
-        self._close()
         self._file = file_of(vars(update_info), self._kept)
         calls, self._calls = self._calls, None
         if calls is not None and calls.header == self._file.header:
@@ -170,7 +169,7 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         self._check()
 
     def finish_weight_update(self) -> None:
-        """Convert the loaded layers to the layout of vLLM's kernels again, and close the weights file.
+        """Convert the loaded layers to the layout of vLLM's kernels again.
 
         Raises:
             WeightsGone: weights were replaced while they were read.
@@ -179,21 +178,14 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         repack_for_cpu(self.model)
         self._check()
         if not self._made.header:
-            self._made.finish(self._file)  # type: ignore[arg-type]
-            self.unread = self._file.unread()  # type: ignore[union-attr]
+            self._made.finish(self._file)
+            self.unread = self._file.unread()
         self._calls = self._made
-        self._close()
 
     def _check(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        if self._file is not None:
-            self._file.check()
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.check()
 
     def shutdown(self) -> None:
         """Do nothing: the memory is freed with the process."""

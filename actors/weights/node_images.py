@@ -109,7 +109,7 @@ class NodeImages:
             await held.arrived.wait()
             if held.error is None:
                 whole = WeightPart(((0, sum(weights.sizes)),))
-                return None if held.path is None else [Source(whole, held.path, stays=True)]
+                return None if held.path is None else [Source(whole, held.path)]
             if held.holder == name or not isinstance(held.error, ACTOR_FAILED):
                 raise held.error
 

@@ -86,8 +86,6 @@ class Source(NamedTuple):
     """First byte of the buffer in the memory."""
     buffer: int = 0
     """Number of the buffer in the memory."""
-    stays: bool = False
-    """Whether later versions will lie in the same memory."""
 
 
 class WeightBucket(NamedTuple):

@@ -36,7 +36,7 @@ class PartBuffers:
     @property
     def source(self) -> Source:
         """Return the place from which processes of this host read the newest version."""
-        return Source(self.part, self._memory.path, self._memory.start(self._newest), self._newest, stays=True)
+        return Source(self.part, self._memory.path, self._memory.start(self._newest), self._newest)
 
     def copy(self, version: int, weights: Mapping[str, WeightRows], dtype: torch.dtype) -> None:
         """Copy the part of a version, converted to `dtype`, into the buffer with the older version."""

@@ -57,13 +57,10 @@ class WeightFile:
             WeightsGone: a holder has ended, or has another version.
         """
         self._version, self._sources = version, [source for source in sources if source.part.spans]
-        self._memories: dict[str, OpenMemory] = {}
-        """All memory regions of the file, by path."""
-        self._own: list[OpenMemory] = []
-        """The memory regions that are closed together with the file."""
+        self._kept, self._memories = kept, dict[str, OpenMemory]()  # all memory regions of the file, by path
         try:
             for source in self._sources:
-                self._memories[source.path] = self._memories.get(source.path) or self._opened(source, kept)
+                self._memories[source.path] = self._memories.get(source.path) or self._opened(source.path)
             self.check()
         except WeightsGone:
             self.close()
@@ -80,15 +77,13 @@ class WeightFile:
         self._read = set[int]()
         """The positions of the tensors of which values were read."""
 
-    def _opened(self, source: Source, kept: dict[str, OpenMemory] | None) -> OpenMemory:
-        number = source.path.partition("#")[2]
-        if kept is None or not source.stays:
-            self._own.append(OpenMemory(source.path))
-            return self._own[-1]
-        if number not in kept:
-            kept[number] = OpenMemory(source.path)
-            register(kept[number].octets)
-        return kept[number]
+    def _opened(self, path: str) -> OpenMemory:
+        if self._kept is None:
+            return OpenMemory(path)
+        if (number := path.partition("#")[2]) not in self._kept:
+            self._kept[number] = OpenMemory(path)
+            register(self._kept[number].octets)
+        return self._kept[number]
 
     @property
     def n_bytes(self) -> int:
@@ -131,7 +126,7 @@ class WeightFile:
     def follow(self, newer: WeightFile) -> None:
         """Read from a newer file with the same header from now on, also for tensors that exist already."""
         self._version, self._sources, self._memories = newer._version, newer._sources, newer._memories
-        self._own, self._spans, self._starts = newer._own, newer._spans, newer._starts
+        self._spans, self._starts = newer._spans, newer._starts
 
     def stored(self) -> dict[str, StoredTensor]:
         """Return the tensors that the file's header lists, by name.
@@ -176,8 +171,8 @@ class WeightFile:
         return {"version": self._version, "sources": sources}
 
     def close(self) -> None:
-        """Close the shared memory that only this file opened; tensors read from it remain valid."""
-        for memory in self._own:
+        """Close the file's shared memory, unless it is kept; tensors read from it remain valid."""
+        for memory in self._memories.values() if self._kept is None else ():
             memory.close()
 
 

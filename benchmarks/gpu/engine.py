@@ -93,7 +93,7 @@ async def _updated(device: str, folder: Path, weights: dict[str, torch.Tensor]) 
     data = torch.frombuffer(bytearray(save(weights)), dtype=torch.uint8)
     memory = WeightMemory(len(data))
     memory.octets().copy_(data)
-    source, found = Source(WeightPart(((0, len(data)),)), memory.path, stays=True), list[tuple[int, float]]()
+    source, found = Source(WeightPart(((0, len(data)),)), memory.path), list[tuple[int, float]]()
     async with serving(settings(DTYPES[device]), folder) as engine:
         for step in range(1, N_UPDATES + 1):
             version = PolicyVersion(1, step)

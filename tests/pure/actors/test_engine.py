@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import closing
 from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -23,7 +22,7 @@ from safetensors.torch import save
 import actors.engine.vllm_arguments
 import actors.engine.vllm_engine
 from actors.engine.vllm_engine import WARM_UP, VllmEngine, supports
-from actors.weights.memory import WeightMemory
+from actors.weights.memory import OpenMemory, WeightMemory
 from actors.weights.part import Source
 from actors.weights.policy_tensors import ADAPTER_ID, PolicySize, encode_announcement
 from actors.weights.pulled import file_of
@@ -79,8 +78,13 @@ class FakeVllm:
     def load(self, info: dict[str, Any]) -> None:
         """Read what a worker would pull."""
         if "sources" in info:
-            with closing(file_of(info, {})) as file:
+            kept: dict[str, OpenMemory] = {}
+            try:
+                file = file_of(info, kept)
                 self.loaded.append(file.read(0, file.n_bytes).numpy().tobytes())
+            finally:
+                for memory in kept.values():
+                    memory.close()
 
     async def generate(
         self, prompt: dict[str, Any], params: Any, request_id: str, lora_request: Any
