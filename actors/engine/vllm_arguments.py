@@ -92,6 +92,8 @@ def engine_env(generator: GeneratorConfig) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",
         "TOKENIZERS_PARALLELISM": "false",
+        # Ray would kill the process that removes an engine's names in /dev/shm; engines end with their owner
+        "RAY_kill_child_processes_on_worker_exit": "0",
     }
     if scratch := os.environ.get(SCRATCH):
         env["TMPDIR"] = scratch  # the folder in which a killed vLLM leaves its sockets

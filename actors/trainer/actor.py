@@ -105,10 +105,6 @@ class TrainerRank(Supervised):
         finally:
             self._states.enter("waiting")
 
-    def __repr__(self) -> str:
-        state = "not loaded" if self._learner is None else f"{self._steps} steps"
-        return f"TrainerRank({self._rank} of {self._world_size}, {state})"
-
     @ray.method(concurrency_group=WATCHING)  # type: ignore[untyped-decorator]
     def life(self) -> Life:
         """Return the identity and state of this process; answers during an optimizer step too."""

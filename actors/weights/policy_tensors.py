@@ -71,12 +71,6 @@ class TensorSpec(NamedTuple):
     """Torch's name of the type, such as `bfloat16`."""
     shape: tuple[int, ...]
 
-    @property
-    def n_bytes(self) -> int:
-        """Return the number of bytes of the tensor."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return math.prod(self.shape) * dtype.itemsize
-
 
 class PolicySize(NamedTuple):
     """The number of elements in a publication of the policy, which is the whole model or its adapter."""
@@ -96,11 +90,6 @@ class PolicySize(NamedTuple):
         adapter = None if lora is None else peft_names(shapes, stored_names(model_folder))
         return PolicySize(sum(map(math.prod, shapes.values())), bool(config.tie_word_embeddings), adapter)
 
-    def count(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
-        """Return the number of elements in tensors with these names and shapes; an output head that is tied to the
-        embedding is not counted, because only some model folders store it."""
-        return sum(math.prod(shape) for name, shape in shapes if not (self.tied and name == HEAD))
-
     def check(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> None:
         """Check that the tensors of an update are the whole policy, because vLLM would silently keep the old values of
         a missing tensor.
@@ -114,7 +103,8 @@ class PolicySize(NamedTuple):
             if other:
                 name, shape = min(other)
                 raise ValueError(f"the tensors differ from those of the policy's adapter in {name} of {list(shape)}")
-        found = self.count(shapes)
+        # only some model folders store an output head that is tied to the embedding
+        found = sum(math.prod(shape) for name, shape in shapes if not (self.tied and name == HEAD))
         if found != self.elements:
             raise ValueError(f"weights have {found} numbers, but the policy has {self.elements}")
 
@@ -136,4 +126,4 @@ def decode_announcement(data: WeightBytes, checksum: int, size: PolicySize) -> t
     info: dict[str, Any] = json.loads(bytes(verify(data, checksum)))
     specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in info["tensors"]]
     size.check((spec.name, spec.shape) for spec in specs)
-    return info, sum(spec.n_bytes for spec in specs)
+    return info, sum(math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize for spec in specs)

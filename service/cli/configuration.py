@@ -114,17 +114,16 @@ def _estimates(config: Config) -> list[str]:
     settings, known = FitSettings.of(config), known_gpu(config.trainer)
     if known is None and config.model.dtype == "float32":
         return ["memory: not computed for a CPU; with trainer.accelerator=H100, the memory of that GPU"]
-    fits = refuse_too_large(settings, config.model.path)
     named = "H100, because neither trainer.accelerator nor this machine has one", GPUS["h100"].memory
     gpu, gpu_bytes = known or named
-    found = fits or fit(settings, config.model.path, gpu_bytes)
+    found = refuse_too_large(settings, config.model.path) or fit(settings, config.model.path, gpu_bytes)
     runs = runs_folder(config.run.dir).absolute()
     there = next(folder for folder in (runs, *runs.parents) if folder.is_dir())
     saved = found.size.checkpoint * (config.trainer.checkpoint_every > 0)
     return [
         f"memory: for {gpu_bytes / 1e9:.0f} GB of GPU memory ({gpu}) and {config.model.dtype}; not for a CPU",
         *(f"memory: {line}" for line in found.lines()),
-        *(f"note: {note}" for note in (fits and fits.host_note(),) if note),
+        *(f"note: {note}" for note in (known and found.host_note(),) if note),
         *(f"note: this machine {note}" for note in disk_notes(there, saved)),
         *([f"note: on such a GPU it does not fit: {problem}"] if (problem := found.problem()) else []),
     ]

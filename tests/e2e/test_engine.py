@@ -35,6 +35,7 @@ from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling, validate_generation
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import at, image_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -147,13 +148,15 @@ class Observed(VllmEngine):
             return None
 
 
-def started(folder: Path, model: PreTrainedModel, config: Config = CONFIG, kind: type[VllmEngine] = Observed) -> Any:
+def made(folder: Path, model: PreTrainedModel, config: Config = CONFIG, kind: type[VllmEngine] = Observed) -> Any:
+    """An engine that is not started."""
     model.save_pretrained(folder)
-    engine = (
-        ray.remote(kind)
-        .options(num_cpus=1, max_concurrency=100, runtime_env={"env_vars": engine_env(config.generator)})
-        .remote(config, folder)
-    )
+    options: dict[str, Any] = {"num_cpus": 1, "runtime_env": {"env_vars": engine_env(config.generator)}}
+    return ray.remote(kind).options(max_concurrency=100, **options).remote(config, folder)
+
+
+def started(*arguments: Any) -> Any:
+    engine = made(*arguments)
     ray.get(engine.start.remote(PolicyVersion(1, 0)))
     return engine
 
@@ -347,6 +350,20 @@ def test_after_an_update_that_failed_in_some_workers_all_of_them_take_the_next(l
             generation = ray.get(engine.generate.remote(prompt(step), Sampling(max_tokens=40), "r"))
             assert difference(dense(step), prompt(step), generation, 1.0) < ATOL
             assert set(generation.versions.tolist()) == {PolicyVersion(1, step).pack()}
+
+
+@pytest.mark.full
+def test_an_engine_that_ray_ends_amid_its_start_leaves_no_name_in_shared_memory(
+    local_ray: None, tmp_path: Path
+) -> None:
+    def new() -> set[Path]:
+        return {*Path("/dev/shm").glob("psm_*")} - before
+
+    engine, before = made(tmp_path, dense(0), of_workers(CONFIG, 2)), {*Path("/dev/shm").glob("psm_*")}
+    engine.start.remote(PolicyVersion(1, 0))
+    until(new)
+    ray.kill(engine)
+    until(lambda: not new())
 
 
 @pytest.mark.full

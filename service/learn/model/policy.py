@@ -182,12 +182,6 @@ class Policy:
         reshard(self.model)
         return logprobs
 
-    def base_logprobs(self, micros: Sequence[DeviceBatch]) -> list[Tensor]:
-        """For each micro-batch, [M] the log-probabilities of its loss tokens under the model without its adapter,
-        without gradients."""
-        with adapter_off(self.model):
-            return self.logprobs(micros)
-
     def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
         """Copies of the trained weights in the model's data type; every rank must call this. These are all weights
         under their Hugging Face names or, if an adapter is trained, the adapter's tensors under PEFT's names, with B
@@ -258,7 +252,8 @@ class FrozenWeights:
         if kind not in self._refresh_every:
             return [None] * len(micros)
         if kind == "reference" and self._reference_is_base:
-            return self._policy.base_logprobs(micros)
+            with adapter_off(self._policy.model):
+                return self._policy.logprobs(micros)
         every = self._refresh_every[kind]
         if kind not in self.copies or (every and step - self.taken_at[kind] >= every):
             self.take(kind, step)

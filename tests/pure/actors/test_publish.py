@@ -120,7 +120,7 @@ def test_a_rank_trains_all_weights_in_the_warm_start_and_publishes_then_the_adap
     made = prepare(config, tmp_path / "run").model_folder
     whole = loaded(config, made, adapter=False)
     whole.export(str(tmp_path / "warm_start"))
-    assert PolicySize.of_folder(made).count(shapes_of(whole).items()) == PolicySize.of_folder(made).elements
+    PolicySize.of_folder(made).check(shapes_of(whole).items())
     rank = loaded(config, tmp_path / "warm_start", adapter=True)
     assert shapes_of(rank) == PolicySize.of_folder(tmp_path / "warm_start", config.model.lora).adapter
 

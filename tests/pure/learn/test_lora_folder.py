@@ -19,6 +19,7 @@ from service.errors import UserError
 from service.learn.learner import Learner
 from service.learn.model.adapter_folder import ADAPTER_WEIGHTS, PREFIX, Base, check_adapter, merge
 from service.learn.model.hf_config import read_config
+from service.learn.model.lora import adapter_off
 from service.learn.model.policy_model import trained_shapes
 from service.model_folder import ADAPTER_CONFIG
 from service.rollout.chat.tokenizer import make_tokenizer
@@ -77,7 +78,8 @@ def test_transformers_computes_with_merged_weights_what_the_learner_computes_wit
     torch.testing.assert_close(ours, row_by_row(tmp_path / "merged", [row])[0], atol=1e-6, rtol=1e-6)
     files_of_merged = (tmp_path / "merged").glob("*.safetensors")
     assert {weight.dtype for file in files_of_merged for weight in load_file(file).values()} == {torch.float32}
-    assert not torch.allclose(ours, learner.policy.base_logprobs([micro])[0], atol=1e-2)
+    with adapter_off(learner.policy.model):
+        assert not torch.allclose(ours, learner.policy.logprobs([micro])[0], atol=1e-2)
 
 
 def test_a_run_that_begins_with_an_adapter_computes_what_the_adapter_did(model_folder: Path, tmp_path: Path) -> None:
@@ -106,7 +108,8 @@ def test_an_adapter_of_a_multimodal_folder_has_the_names_of_the_folder_and_none_
     micro = learner.policy.to_device(mini_batch([[[row]]], trajectories=1).ranks[0][0])
     ours = learner.policy.logprobs([micro])[0]
     torch.testing.assert_close(ours, row_by_row(tmp_path / "merged", [row])[0], atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(ours, learner.policy.base_logprobs([micro])[0], atol=1e-2)
+    with adapter_off(learner.policy.model):
+        assert not torch.allclose(ours, learner.policy.logprobs([micro])[0], atol=1e-2)
     classes = {name.replace("language_model.model.", "model.language_model."): of for name, of in tensors.items()}
     save_file(classes, adapter / ADAPTER_WEIGHTS)  # as PEFT names them after the classes of transformers
     begun = Learner(settings(lora=LORA, adapter=adapter), base, CPU, 0, 1)
