@@ -220,6 +220,8 @@ class GeneratorPool:
             why = in_a_line(failed)
             memory = "" if isinstance(failed, ProcessLost) else advice(why, name) or kernel_kills.clause(name)
             self._say(f"{name} failed ({why}{memory}); it starts again")
+            if isinstance(failed, RunFailed | Starved):  # the supervisor counts processes that the run did not end
+                self._supervisor.restarts[name] += 1
             ray.kill(self._generators[name], no_restart=False)
             # The first generator that is up takes over what it played, most of the time before its engine has loaded.
             await call(self._buffer.leave, name, None, "failed", who="the buffer")

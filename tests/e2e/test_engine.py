@@ -352,7 +352,6 @@ def test_after_an_update_that_failed_in_some_workers_all_of_them_take_the_next(l
             assert set(generation.versions.tolist()) == {PolicyVersion(1, step).pack()}
 
 
-@pytest.mark.full
 def test_an_engine_that_ray_ends_amid_its_start_leaves_no_name_in_shared_memory(
     local_ray: None, tmp_path: Path
 ) -> None:

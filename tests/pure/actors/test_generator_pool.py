@@ -213,6 +213,7 @@ async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_
     world.said.clear()
     await until(lambda: "generator-0 is back" in world.told)
     assert killed == [world.generators[0]] * (failures + 1), "each try is a process of its own"
+    assert world.supervisor.restarts["generator-0"] == failures, "beside the death"
     assert [line for line in world.said if "takes" in line] == ["generator-0 takes 1:1 from /generator-0/1, checksum 0"]
     ended.set_result(None)
     await running
