@@ -352,17 +352,18 @@ def test_after_an_update_that_failed_in_some_workers_all_of_them_take_the_next(l
             assert set(generation.versions.tolist()) == {PolicyVersion(1, step).pack()}
 
 
+@pytest.mark.full
 def test_an_engine_that_ray_ends_amid_its_start_leaves_no_name_in_shared_memory(
     local_ray: None, tmp_path: Path
 ) -> None:
-    def new() -> set[Path]:
-        return {*Path("/dev/shm").glob("psm_*")} - before
+    def names() -> set[Path]:
+        return {*Path("/dev/shm").glob("psm_*")}
 
-    engine, before = made(tmp_path, dense(0), of_workers(CONFIG, 2)), {*Path("/dev/shm").glob("psm_*")}
+    engine, before = made(tmp_path, dense(0), of_workers(CONFIG, 2)), names()
     engine.start.remote(PolicyVersion(1, 0))
-    until(new)
+    own = until(lambda: names() - before)
     ray.kill(engine)
-    until(lambda: not new())
+    until(lambda: not own & names())
 
 
 @pytest.mark.full
