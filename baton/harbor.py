@@ -18,7 +18,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -103,11 +103,12 @@ class Trial:
             server = await _started(self._program, self._trials, self._variables)
         timeout = aiohttp.ClientTimeout(ANSWER_SECONDS)
         async with aiohttp.ClientSession(server.url, headers=server.headers, timeout=timeout) as http:
+            ask = partial(_asked, http, failed=server.check)
             body, key = {"config": self.settings(session, task)}, {"Idempotency-Key": str(uuid4())}
-            submitted = asyncio.create_task(_asked(http, "POST", "/jobs/submit", body, key))
+            submitted = asyncio.create_task(ask("POST", "/jobs/submit", body, key))
             ended, failed = False, True
             try:
-                rollout = await _ended_rollout(http, (await asyncio.shield(submitted))["job_id"])
+                rollout = await _ended_rollout(ask, (await asyncio.shield(submitted))["job_id"])
                 ended = True
                 reward, parts = rewards_of(rollout, self._reward)
                 failed = False
@@ -115,7 +116,7 @@ class Trial:
             finally:
                 job = f"jobs/{(await submitted)['job_id']}"
                 if not ended:  # the deadline, or the trajectory was cancelled
-                    await _asked(http, "POST", f"/{job}/cancel", {"force": True})
+                    await ask("POST", f"/{job}/cancel", {"force": True})
                 elif server.data is not None and self._keep != "all" and not (failed and self._keep == "failed"):
                     for folder in (job, f"rollouts/{rollout['id']}"):
                         await asyncio.to_thread(shutil.rmtree, server.data / "files" / folder, ignore_errors=True)
@@ -179,6 +180,13 @@ class _Server(NamedTuple):
     headers: dict[str, str]
     data: Path | None = None
     """Its folder; None for a server that somebody else started."""
+    process: subprocess.Popen[bytes] | None = None
+
+    def check(self, error: Exception) -> None:
+        """Raise `TrialFailed` if this process started the server and it has ended."""
+        if self.process is not None and self.process.poll() is not None:
+            code = self.process.poll()
+            raise TrialFailed(f"harbor serve ended with code {code}; see {self.data}/server.log") from error
 
 
 _servers: dict[tuple[str, Path], tuple[subprocess.Popen[bytes], _Server]] = {}
@@ -205,26 +213,21 @@ async def _started(program: str, trials: Path, variables: Collection[str]) -> _S
         given = {"PYTHONPATH": os.getcwd(), "HARBOR_TELEMETRY": "0", **passed, "HARBOR_API_KEY": key, "PATH": path}
         with (data / "server.log").open("wb") as output:
             process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=given)
-        server = _Server(f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"}, data)
+        server = _Server(f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"}, data, process)
         _servers[program, trials] = process, server
-
-        def check(error: aiohttp.ClientError) -> None:
-            if process.poll() is not None:
-                raise TrialFailed(f"harbor serve ended with code {process.poll()}; see {data}/server.log") from error
-
         async with aiohttp.ClientSession(server.url, headers=server.headers) as http:
             ask, errors = partial(_asked, http, "GET", "/jobs", within=0), aiohttp.ClientError
-            await retried(ask, errors, Backoff(POLL_SECONDS), within=START_SECONDS, failed=check)
+            await retried(ask, errors, Backoff(POLL_SECONDS), within=START_SECONDS, failed=server.check)
         log.info("harbor serve runs at %s, with its trials in %s", server.url, data)
         return server
 
 
-async def _ended_rollout(http: aiohttp.ClientSession, job_id: str) -> Any:
+async def _ended_rollout(ask: Callable[..., Awaitable[Any]], job_id: str) -> Any:
     """The job's only rollout, when it has ended."""
     while True:
-        (rollout,) = (await _asked(http, "GET", f"/rollouts?job_ids={job_id}"))["items"]
+        (rollout,) = (await ask("GET", f"/rollouts?job_ids={job_id}"))["items"]
         if rollout["state"] in ("finished", "cancelled"):
-            return (await _asked(http, "GET", f"/rollouts/{rollout['id']}"))["rollout"]
+            return (await ask("GET", f"/rollouts/{rollout['id']}"))["rollout"]
         await asyncio.sleep(POLL_SECONDS)
 
 
@@ -235,8 +238,9 @@ async def _asked(
     body: Any = None,
     headers: Mapping[str, str] | None = None,
     within: float = OUTAGE_SECONDS,
+    failed: Callable[[Exception], None] = lambda error: None,
 ) -> Any:
-    """The server's answer; a lost connection is tried again for `within` seconds.
+    """The server's answer; a lost connection is tried again for `within` seconds, unless `failed` raises.
 
     Raises:
         TrialFailed: the server refused the request.
@@ -246,7 +250,8 @@ async def _asked(
         async with http.request(method, path, json=body, headers=headers) as answer:
             return answer.status, await answer.json()
 
-    status, said = await retried(ask, (aiohttp.ClientError, TimeoutError), Backoff(0.5, 5.0), within=within)
+    errors = (aiohttp.ClientError, TimeoutError)
+    status, said = await retried(ask, errors, Backoff(0.5, 5.0), within=within, failed=failed)
     if status >= 400 and not (status == 409 and "job_id" in said):  # 409: an earlier try was accepted
         raise TrialFailed(f"harbor serve refused {path}: {status} {said.get('detail', said)!s:.2000}")
     return said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -157,6 +158,32 @@ async def test_the_server_that_a_generator_starts_gets_no_secret_but_those_that_
     given = dict(line.split("=", 1) for line in Path(f"{program}.env").read_text().splitlines())
     assert {name for name, value in given.items() if value == "secret"} == {"E2B_API_KEY", "DOCKER_HOST"}
     assert given["PYTHONPATH"] == str(Path.cwd())  # for the user's own classes
+
+
+DIES = """#!{python}
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Serve(BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path != "/jobs":
+            os._exit(9)
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b'{{"job_id": "j"}}')
+    def do_POST(self):
+        self.path = "/jobs"
+        self.do_GET()
+HTTPServer(("127.0.0.1", int(sys.argv[3])), Serve).serve_forever()
+"""
+
+
+async def test_a_trial_fails_at_once_if_its_own_server_was_killed(task: Task, tmp_path: Path) -> None:
+    (program := tmp_path / "harbor").write_text(DIES.format(python=sys.executable))
+    program.chmod(0o755)
+    with pytest.raises(TrialFailed, match="harbor serve ended with code 9"):
+        async with asyncio.timeout(30.0):
+            await Trial(program=str(program), trials=str(tmp_path / "trials")).play(session([]), task, 0)
 
 
 def test_the_tiny_tasks_and_what_shows_them_have_the_words_of_the_model(tmp_path: Path) -> None:
