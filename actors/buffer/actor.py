@@ -143,9 +143,6 @@ class BufferActor(Supervised):
         self._background = asyncio.ensure_future(self._work())
         freeze_heap()
 
-    def __repr__(self) -> str:
-        return "Buffer(cannot start)" if self._opened is None else f"Buffer(policy {self._opened.version})"
-
     @property
     def _buffer(self) -> Buffer:
         """The buffer; raises the error that kept it from starting."""
