@@ -133,11 +133,11 @@ class Driver:
         self.process.kill()
         assert self.process.wait(timeout=60) == -signal.SIGKILL
 
-    def kill_part(self, title: str) -> None:
-        """kill -9 the first process of the run whose title contains the words."""
+    def kill_part(self, title: str, chosen: Callable[[list[int]], int] = min) -> None:
+        """kill -9 a process of the run whose title contains the words, by default the first."""
         mine = [process for process, words in processes_with(MARK, self.mark).items() if title in words]
         assert mine, f"the run has no process {title!r}"
-        os.kill(min(mine), signal.SIGKILL)
+        os.kill(chosen(mine), signal.SIGKILL)
 
     def lines(self) -> list[dict[str, Any]]:
         """Those of `metrics.jsonl`, one of each optimizer step."""

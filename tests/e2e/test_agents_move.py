@@ -1,30 +1,46 @@
-"""Sessions of agents whose generator and gateway are killed in a real run."""
+"""Sessions of agents whose generators and gateway are killed in a real run."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from tests.e2e.conftest import QUICK, Drive
+from service.clock import SystemClock
+from service.handoff.journal.journal import Journal
+from service.handoff.ledger import events
+from service.handoff.ledger.replaying import message_of
+from service.handoff.steps.tables import step_objects
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.tokenizer import load_tokenizer
+from tests.e2e.conftest import QUICK, ROOT, Drive, Driver
 
 pytestmark = pytest.mark.slow
 
 TURNS = 4
 PAUSE = 0.3
+FAILED = re.compile(r"generator-\d failed \(")
+KILLS = int(os.environ.get("BATON_KILLS", "100"))
 
 
 class Work:
     """Plays every session that it finds, as a service elsewhere does."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.failures, self.ended = folder, list[str](), dict[str, list[str]]()
+    def __init__(self, folder: Path, turns: int = TURNS, pause: float = PAUSE) -> None:
+        self.folder, self.turns, self.pause = folder, turns, pause
+        folder.mkdir()
+        self.failures, self.ended = list[str](), list[str]()
+        self.said: dict[str, list[str]] = defaultdict(list)
+        """What the policy answered, by the name of the session."""
         self._known: set[str] = set()
         self.is_over = False
         threading.Thread(target=self._look, daemon=True).start()
@@ -38,18 +54,18 @@ class Work:
             time.sleep(0.1)
 
     def _play(self, file: Path) -> None:
-        job, said = json.loads(file.read_text()), list[str]()
+        job, said = json.loads(file.read_text()), self.said[file.stem]
         messages: list[Any] = [{"role": "user", "content": job["question"]}]
         try:
             with OpenAI(base_url=job["base_url"], api_key=job["key"], max_retries=10) as client:
-                for _ in range(TURNS):
+                for _ in range(self.turns):
                     message = client.chat.completions.create(model="policy", messages=messages).choices[0].message
                     said.append(message.content or "")
                     messages += [message.model_dump(exclude_none=True), {"role": "user", "content": job["question"]}]
-                    time.sleep(PAUSE)
+                    time.sleep(self.pause)
                 end = {"reward": float(random.Random(file.stem).random() > 0.5), "transcript": json.dumps(said)}
                 client.post(f"{job['base_url'].partition('/s/')[0]}/rl/sessions/x/finish", body=end, cast_to=object)
-            self.ended[file.stem] = said
+            self.ended.append(file.stem)
         except Exception as error:  # noqa: BLE001 - said by the test
             if not self.is_over:
                 self.failures.append(f"{file.stem}: {error!r}")
@@ -58,27 +74,9 @@ class Work:
 def test_sessions_go_on_in_another_generator_when_theirs_and_the_gateway_are_killed(
     drive: Drive, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "jobs"
-    folder.mkdir()
-    work = Work(folder)
-    run = drive(
-        [
-            *QUICK,
-            "run.max_steps=3",
-            "generator.engines=2",
-            "generator.concurrent_groups=4",
-            "generator.max_input_length=256",
-            "algorithm.n_samples_per_prompt=4",
-            "trainer.ranks=1",
-            "trainer.mini_batch_size=2",
-            "env.name=tests.e2e.elsewhere:Elsewhere",
-            "env.trusted_modules=[tests.e2e.elsewhere]",
-            f"env.options={{folder: {folder}}}",
-            "agents.max_calls=8",
-            "agents.end_grace=120",
-            "buffer.merge=tree",
-        ]
-    )
+    work = Work(folder := tmp_path / "jobs")
+    steps = ["run.max_steps=3", "trainer.mini_batch_size=2", "agents.end_grace=120"]
+    run = drive([*QUICK, *settings(folder), "generator.engines=2", "generator.max_input_length=256", *steps])
     run.until_true(lambda: len(work.ended) >= 2, "a session that has ended")
     run.kill_part("ray::Generator")
     run.until_true(lambda: list(folder.glob("resumed/*")), "a session that has moved")
@@ -87,3 +85,57 @@ def test_sessions_go_on_in_another_generator_when_theirs_and_the_gateway_are_kil
     assert not work.failures and "sessions_cut" not in run.summary()
     work.is_over = True
     assert all(name.endswith("-0") for name in work.ended), "an attempt was replaced"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(5400)
+def test_generators_killed_again_and_again_lose_no_session_and_change_no_acknowledged_token(
+    drive: Drive, tmp_path: Path
+) -> None:
+    """The engines are scripted; the processes and the journal are real."""
+    work = Work(folder := tmp_path / "jobs", turns=12, pause=1.0)
+    long = ["generator.max_input_length=1024", "generator.max_generate_length=16", "agents.max_calls=16"]
+    endless = ["run.max_steps=100000", "run.max_restarts=100000", "trainer.mini_batch_size=2", "weights.verify=false"]
+    three = ["generator.engines=3", "model.warm_start=null", "metrics.port=0"]
+    run = drive([*settings(folder), *three, *long, *endless], PYTHONPATH=f"{ROOT / 'tests/e2e/scripted_engine'}:{ROOT}")
+    run.until_true(lambda: len(work.said) > 8, "sessions")
+    for number in range(KILLS):  # one of the two that have run longest, as soon as at most one is down
+        run.until_true(lambda at=number: len(down(run)) < 2 and len(FAILED.findall("".join(run.said))) >= at)
+        run.kill_part("ray::Generator", chosen=lambda mine: random.choice(sorted(mine)[:2]))
+        time.sleep(1.0)
+    run.until_true(lambda: not down(run), "the last ones")
+    work.is_over = True
+    assert not work.failures
+    assert all(name.endswith("-0") for name in work.said), "an attempt was replaced"
+    run.stop()
+    print(f"{KILLS} kills, {len(work.said)} sessions, of which {len(list(folder.glob('resumed/*')))} moved,", end=" ")
+    chat = Chat(load_tokenizer(run.folder / "model"))
+    journalled: dict[str, list[str]] = defaultdict(list)
+    for frame in Journal(run.folder / "journal", SystemClock()).replay():
+        for step in step_objects(message_of(frame).steps) if frame.kind == events.STEPS else ():
+            name = "-".join(map(str, step.trajectory))
+            assert step.index == len(journalled[name]), "a step is journalled twice, or not in order"
+            journalled[name].append(chat.text(step.response_ids[step.loss_mask][:-1]))
+    said = {name: list(texts) for name, texts in work.said.items()}
+    print(f"{sum(map(len, said.values()))} acknowledged answers")
+    assert all(journalled[name][: len(texts)] == texts for name, texts in said.items())
+
+
+def down(run: Driver) -> set[str]:
+    """The generators that have failed and are not back."""
+    last = dict(re.findall(r"(generator-\d) (failed|is back)", "".join(run.said)))
+    return {name for name, what in last.items() if what == "failed"}
+
+
+def settings(folder: Path) -> list[str]:
+    """Those of a run whose agents work in the process of the test."""
+    return [
+        "generator.concurrent_groups=4",
+        "algorithm.n_samples_per_prompt=4",
+        "trainer.ranks=1",
+        "env.name=tests.e2e.elsewhere:Elsewhere",
+        "env.trusted_modules=[tests.e2e.elsewhere]",
+        f"env.options={{folder: {folder}}}",
+        "agents.max_calls=8",
+        "buffer.merge=tree",
+    ]
