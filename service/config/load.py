@@ -170,8 +170,8 @@ def _nearest_key(path: KeyPath, value: Any) -> str:
     siblings = _keys_of(path[:-1])
     known = {key[-1]: key for key in reversed(key_paths())} | {key: (*path[:-1], key) for key in siblings}
     inner = str(next(iter(value))) if isinstance(value, Mapping) and value else path[-1]
-    for word, words in ((path[-1], siblings), (inner, known)):
-        if close := difflib.get_close_matches(word, words, n=1):
+    for word, words, least in ((path[-1], siblings, 0.6), (inner, known, 0.8)):
+        if close := difflib.get_close_matches(word, words, n=1, cutoff=least):
             return f" (did you mean {'.'.join(known[close[0]])}?)"
     return f" (valid here: {', '.join(siblings)})" if siblings else ""
 
