@@ -103,9 +103,8 @@ class Leases:
 
     def release_overdue(self) -> None:
         """Release every lease that is older than the deadline."""
-        now = self._record.clock.monotonic()
         for lease, since in list(self._record.ledger.leased_at.items()):
-            if now - since >= self._settings.lease_deadline:
+            if self._record.clock.monotonic() - since >= self._settings.lease_deadline:
                 self.release(lease, "deadline")
 
     def _job(self, lease: int, trainer_incarnation: int, group_ids: tuple[int, ...]) -> BatchJob:
