@@ -79,8 +79,6 @@ def check_description(folder: Path, longest: int, sequence_parallel: int = 1) ->
     config = text_part(model_config(folder))
     if reason := unsupported(model_config(folder)):
         raise UserError(f"model.path: {folder} cannot be trained: {reason}")
-    if config.get("model_type") == "gpt_oss":
-        raise UserError(f"model.path: {folder} cannot be trained: vLLM 0.32 loses new weights of its experts and sinks")
     head_rows(folder)
     _check_length(config, folder, longest)
     if reason := undivided(config, sequence_parallel):

@@ -233,10 +233,7 @@ class VllmEngine:
         else:  # the engine has parts of two versions and must not resume
             raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries: {why}")
         if unread := set[str].intersection(*(set(unread) for _, unread in answers)):
-            raise RunFailed(
-                f"the weights of version {version} were not loaded: the engine has read nothing of {len(unread)} "
-                f"tensors, as {min(unread)}"
-            )
+            raise RunFailed(f"weights {version}: the engine read nothing of {len(unread)} tensors, as {min(unread)}")
         if clear_cache and self._recorder is not None:
             self._recorder.preempted_by_update()  # now, because every step before the pause has been recorded
         await llm.update_weight_version(str(version.pack()))

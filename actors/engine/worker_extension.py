@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import ModelRegistry
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -106,13 +107,13 @@ def abandon_reload(model: torch.nn.Module) -> None:
             info.reset()
 
 
-def without_values(model: torch.nn.Module, is_head_tied: bool) -> list[str]:
+def without_values(model: torch.nn.Module, config: Any) -> list[str]:
     """Return the parameters that no loader was called for in the update under way. They would keep their old values, or
-    get none."""
-    found = list[str]()
+    get none. Not known, and so empty, if the engine quantises."""
+    found, is_tied = list[str](), getattr(config.hf_config, "tie_word_embeddings", False)
     for path, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if info.can_load() and not (is_head_tied and isinstance(layer, ParallelLMHead)):
+        if info.can_load() and config.quantization is None and not (is_tied and isinstance(layer, ParallelLMHead)):
             called = SKIP_LOAD_TENSORS.union(name for name, _ in info.loaded_weights)
             found += [f"{path}.{name}" for name, _ in layer.named_parameters(recurse=False) if name not in called]
     return found
@@ -149,7 +150,6 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             drop(RELOADS, TIED_HEAD)
         initialize_layerwise_reload(self.model)
-        self.unread = ()
         self._made = LoaderCalls(self.model)
 
     def receive_weights(self, update_info: PullInfo) -> None:
@@ -177,9 +177,9 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         finalize_layerwise_reload(self.model, self.model_config)
         repack_for_cpu(self.model)
         self._check()
+        self.unread = () if self._made.header else self._file.unread()
         if not self._made.header:
             self._made.finish(self._file)
-            self.unread = self._file.unread()
         self._calls = self._made
 
     def _check(self) -> None:
@@ -205,8 +205,6 @@ class IpcWeightEngine(IPCWeightTransferEngine):  # type: ignore[misc]
     """vLLM's own transfer engine for CUDA IPC, with handles that are sent as JSON instead of a pickle."""
 
     update_info_cls = IpcUpdateInfo
-    unread: ClassVar[Sequence[str]] = ()
-    """Not known."""
 
     def receive_weights(self, update_info: IpcUpdateInfo) -> None:
         """Load every parameter from the memory to which the handles of `update_info` refer."""
@@ -293,12 +291,10 @@ class WorkerExtension:
                 return "", ()
             self.start_weight_update()
             self.update_weights(update_info)
-            is_tied = getattr(engine.model_config.hf_config, "tie_word_embeddings", False)
-            missed = without_values(engine.model, is_tied) if engine.model_config.quantization is None else []
-            if missed:
+            if missed := without_values(engine.model, engine.model_config):
                 raise ValueError(f"nothing was loaded into {len(missed)} parameters of the engine, as {missed[0]}")
             self.finish_weight_update()
-            return "", engine.unread
+            return "", getattr(engine, "unread", ())
         except Exception as error:
             log.exception("the update failed")
             self._weight_update_active = False
@@ -312,6 +308,7 @@ allow_amx()
 if current_platform.is_cpu():
     use_runs_of_rows()
     text_models.register()
+ModelRegistry.register_model("GptOssForCausalLM", "actors.engine.gpt_oss:GptOss")
 end_with_owner()
 drop(LOADS, ROUNDED)
 drop(RELOADS, ROTARY)

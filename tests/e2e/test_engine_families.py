@@ -93,10 +93,15 @@ def test_windows_sinks_and_layers_without_rope_are_sampled_as_computed_and_of_a_
     local_ray: None, tmp_path: Path, family: str
 ) -> None:
     name, *multimodal = family.split()
-    model = small_model(name, 0, multimodal=bool(multimodal))
-    with serving(tmp_path, model, FEW) as engine:
-        turns = ray.get([engine.generate.remote(prompt(seed), TURN, f"r{seed}") for seed in range(5)])
-    assert max(difference(model, prompt(seed), turn, 1.0) for seed, turn in enumerate(turns)) < ATOL
+    models = [small_model(name, seed, multimodal=bool(multimodal)) for seed in (0, 1)]
+    models[1].save_pretrained(tmp_path / "new")
+    new = Learner(settings(), tmp_path / "new", CPU, 0, 1).policy.weights()
+    with serving(tmp_path / "base", models[0], FEW) as engine:
+        for step, model in enumerate(models):
+            if step:
+                ray.get(update(engine, step, new))
+            turns = ray.get([engine.generate.remote(prompt(seed), TURN, f"r{seed}") for seed in range(5)])
+            assert max(difference(model, prompt(seed), turn, 1.0) for seed, turn in enumerate(turns)) < ATOL
 
 
 def test_a_tensor_that_no_counted_loader_takes_fails_the_update_if_the_models_loader_passes_over_it(
@@ -106,10 +111,11 @@ def test_a_tensor_that_no_counted_loader_takes_fails_the_update_if_the_models_lo
     config = FEW.model_copy(update={"generator": FEW.generator.model_copy(update=options)})
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     with serving(tmp_path, small_model("glm4_moe", 0), config) as engine:
-        ray.get(update(engine, 1, weights_of(small_model("glm4_moe", 1))))
+        weights = Learner(settings(), tmp_path, CPU, 0, 1).policy.weights()
+        ray.get(update(engine, 1, weights))
         ray.get(engine.leave_out.remote(name, [0]))
         with pytest.raises(RunFailed, match=f"read nothing of 1 tensors, as {name}"):
-            ray.get(update(engine, 2, weights_of(small_model("glm4_moe", 2))))
+            ray.get(update(engine, 2, weights))
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, targets=("q_proj", "down_proj"))])

@@ -226,7 +226,7 @@ async def test_two_updates_at_once_are_made_one_after_the_other(engine: VllmEngi
 async def test_a_tensor_that_no_worker_reads_fails_the_update_and_the_engine_stays_paused(engine: VllmEngine) -> None:
     llm = llm_of(engine)
     llm.unread = [["a", "b"], ["a"]]
-    with pytest.raises(RunFailed, match=r"has read nothing of 1 tensors, as a$"):
+    with pytest.raises(RunFailed, match=r"read nothing of 1 tensors, as a$"):
         await engine.update_weights(NEW, *sent())
     assert llm.did == LOADED[:2]
     llm.unread = [["a"], ["b"]]  # each worker has other experts

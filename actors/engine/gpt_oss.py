@@ -1,0 +1,32 @@
+"""vLLM's gpt-oss, whose own loader loses new experts and sinks: it copies them past the loaders of their parameters,
+which have no memory in an update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
+
+
+class GptOss(GptOssForCausalLM):  # type: ignore[misc]
+    """Loads every tensor of an update with the loader of its parameter."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load tensors with their Hugging Face names; returns the names of the parameters."""
+        return super().load_weights(self._split(weights))  # type: ignore[no-any-return]
+
+    def _split(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield experts one by one, for which vLLM calls the loaders; load sinks if it is an update."""
+        sinks = {name: each for name, each in self.named_parameters() if name.endswith(".attn.sinks")}
+        for name, tensor in weights:
+            layer, is_expert, part = name.partition(".mlp.experts.")
+            if is_expert:
+                yield from ((f"{layer}.mlp.experts.{number}.{part}", tensor[number]) for number in range(len(tensor)))
+                continue
+            sink: Any = sinks.get(name.replace(".self_attn.", ".attn."))
+            if hasattr(sink, "weight_loader"):
+                sink.weight_loader(sink, tensor.narrow(0, get_tensor_model_parallel_rank() * len(sink), len(sink)))
+            yield name, tensor
