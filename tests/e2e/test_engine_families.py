@@ -12,7 +12,6 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from service.config import LoraConfig, ModelConfig, WeightsConfig
-from service.errors import RunFailed
 from service.learn.learner import Learner
 from service.learn.model.adapter_folder import merge
 from service.rollout.engine import Generation, Sampling
@@ -102,20 +101,6 @@ def test_windows_sinks_and_layers_without_rope_are_sampled_as_computed_and_of_a_
                 ray.get(update(engine, step, new))
             turns = ray.get([engine.generate.remote(prompt(seed), TURN, f"r{seed}") for seed in range(5)])
             assert max(difference(model, prompt(seed), turn, 1.0) for seed, turn in enumerate(turns)) < ATOL
-
-
-def test_a_tensor_that_no_counted_loader_takes_fails_the_update_if_the_models_loader_passes_over_it(
-    local_ray: None, tmp_path: Path
-) -> None:
-    options = {"engine_options": {"worker_extension_cls": "tests.e2e.failing_worker.FailingWorker"}}
-    config = FEW.model_copy(update={"generator": FEW.generator.model_copy(update=options)})
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    with serving(tmp_path, small_model("glm4_moe", 0), config) as engine:
-        weights = Learner(settings(), tmp_path, CPU, 0, 1).policy.weights()
-        ray.get(update(engine, 1, weights))
-        ray.get(engine.leave_out.remote(name, [0]))
-        with pytest.raises(RunFailed, match=f"read nothing of 1 tensors, as {name}"):
-            ray.get(update(engine, 2, weights))
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, targets=("q_proj", "down_proj"))])

@@ -76,6 +76,9 @@ def test_shape_and_type_of_a_view_and_what_vllm_only_counts_are_not_read() -> No
         view = tensors["c"][1:3, :, 1]
         assert (view.shape, view.dtype, view.device, view.dim()) == ((2, 3), torch.float32, CPU, 2)
         assert isinstance(view, PulledTensor) and file.read_bytes == 0
+        assert {*file.unread()} == {*WEIGHTS}
+        torch.empty(2, 3).copy_(view)
+        assert {*file.unread()} == {*WEIGHTS} - {"c"}
 
 
 def test_a_loader_that_would_write_into_the_ranks_memory_is_refused() -> None:
