@@ -107,13 +107,18 @@ def abandon_reload(model: torch.nn.Module) -> None:
             info.reset()
 
 
-def without_values(model: torch.nn.Module, config: Any) -> list[str]:
+def second_names(model: torch.nn.Module) -> set[str]:
+    """Return the second names of parameters that have two. A tied head is not published beside its embedding, and vLLM
+    unties the configuration of a model whose folder stores its head."""
+    return set(dict(model.named_parameters(remove_duplicate=False))) - set(dict(model.named_parameters()))
+
+
+def without_values(model: torch.nn.Module) -> list[str]:
     """Return the parameters that no loader was called for in the update under way. They would keep their old values, or
-    get none. Not known, and so empty, if the engine quantises."""
-    found, is_tied = list[str](), getattr(config.hf_config, "tie_word_embeddings", False)
+    get none."""
+    found = list[str]()
     for path, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        if info.can_load() and config.quantization is None and not (is_tied and isinstance(layer, ParallelLMHead)):
+        if (info := get_layerwise_info(layer)).can_load():
             called = SKIP_LOAD_TENSORS.union(name for name, _ in info.loaded_weights)
             found += [f"{path}.{name}" for name, _ in layer.named_parameters(recurse=False) if name not in called]
     return found
@@ -147,8 +152,6 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         """Give the layers the layout of a checkpoint again, so that weights can be loaded into them."""
-        if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
-            drop(RELOADS, TIED_HEAD)
         initialize_layerwise_reload(self.model)
         self._made = LoaderCalls(self.model)
 
@@ -289,9 +292,11 @@ class WorkerExtension:
                 engine.set_weight_update_target(self._slot, engine.model_config)
                 engine.update_weights(update_info)
                 return "", ()
+            tied = second_names(engine.model)
             self.start_weight_update()
             self.update_weights(update_info)
-            if missed := without_values(engine.model, engine.model_config):
+            missed = [name for name in without_values(engine.model) if name not in tied]
+            if missed and engine.model_config.quantization is None:  # a layer that quantises has other parameters
                 raise ValueError(f"nothing was loaded into {len(missed)} parameters of the engine, as {missed[0]}")
             self.finish_weight_update()
             return "", getattr(engine, "unread", ())
@@ -312,6 +317,7 @@ ModelRegistry.register_model("GptOssForCausalLM", "actors.engine.gpt_oss:GptOss"
 end_with_owner()
 drop(LOADS, ROUNDED)
 drop(RELOADS, ROTARY)
+drop(RELOADS, TIED_HEAD)
 for backend, engine in (
     (PULL_BACKEND, PullingEngine),
     (IPC_BACKEND, IpcWeightEngine),

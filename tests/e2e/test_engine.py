@@ -14,7 +14,7 @@ import pytest
 import ray
 import torch
 import xxhash
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Metaspace
@@ -182,12 +182,16 @@ def of_workers(config: Config, workers: int, **options: Any) -> Config:
 
 @pytest.fixture(scope="module", params=WORKERS)
 def engine(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Serves `dense(0)` as version 1.0 to begin with; its tokenizer has fewer tokens than its head has rows."""
+    """Serves `dense(0)` as version 1.0 to begin with; its tokenizer has fewer tokens than its head has rows, and its
+    folder stores the tied head too."""
     folder = tmp_path_factory.mktemp("dense")
     words = Tokenizer(WordLevel({f"▁{number}": number for number in range(40)}, "▁0"))
     words.pre_tokenizer = Metaspace()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
-    engine = started(folder, dense(0), of_workers(CONFIG, request.param, stop=["never said"]))
+    engine = made(folder, dense(0), of_workers(CONFIG, request.param, stop=["never said"]))
+    head = {"lm_head.weight": dense(0).lm_head.weight.detach().clone()}
+    save_file(weights_of(dense(0)) | head, folder / "model.safetensors", {"format": "pt"})
+    ray.get(engine.start.remote(PolicyVersion(1, 0)))
     yield engine
     ray.kill(engine)
 
