@@ -285,7 +285,10 @@ class GeneratorPool:
         await call(self._buffer.drain, RUN_END, who="the buffer")
         deadline = time.monotonic() + grace
         with phase(f"open sessions have {grace:g} s to end (agents.end_grace)", self._say):
-            while self._keepers and not is_stopped() and time.monotonic() < deadline:
+            # a keeper that failed stays in the table
+            while any(not keeper.done() for keeper in self._keepers.values()) and time.monotonic() < deadline:
+                if is_stopped():
+                    break
                 await asyncio.sleep(LOOK_SECONDS)
 
     async def stop(self, resumable: bool) -> None:

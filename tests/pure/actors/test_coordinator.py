@@ -5,6 +5,7 @@ import json
 import math
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -116,11 +117,12 @@ def test_the_end_of_a_run_lets_sessions_end_for_a_while_and_says_how_many_it_cut
         drained.set()
 
     async def generate(self: GeneratorPool) -> None:
-        self._keepers["generator-0"] = asyncio.ensure_future(drained.wait())
+        ended = asyncio.Event()
+        self._keepers["generator-0"] = asyncio.ensure_future(ended.wait())
         await drained.wait()
         await asyncio.sleep(1.0)
         open_ones.clear()
-        self._keepers.clear()
+        ended.set()
 
     async def statuses(self: GeneratorPool) -> list[dict[str, Any]]:
         return [
@@ -139,7 +141,9 @@ def test_the_end_of_a_run_lets_sessions_end_for_a_while_and_says_how_many_it_cut
     cluster.buffer.drain = Method(drain)
     settings = [COLD, "run.max_steps=1", f"agents.end_grace={grace}"]
     with coordinating(tmp_path, cluster, *settings, said=said) as (driving, _):
+        began = time.monotonic()
         asyncio.run(driving.run())
+        assert time.monotonic() - began < 30
     cut = json.loads((tmp_path / "run" / SUMMARY).read_text()).get("sessions_cut", 0)
     assert cut == (0 if grace > 1 else 2)
     assert ("sessions of agents that were open and were cut: 2" in said) is bool(cut)
