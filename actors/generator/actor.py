@@ -59,6 +59,8 @@ CHECK_SECONDS = 1.0
 """Seconds between two health checks of the engine."""
 RENEWALS = 4
 """Number of times within `buffer.step_deadline` that the deadlines of open sessions are renewed at the buffer."""
+TELL_SECONDS = 10.0
+"""Seconds within which the buffer answers a renewal; otherwise it counts as lost."""
 EXIT_SECONDS = 1.0
 """Seconds from a failure to the end of this process. In this time the error reaches the callers."""
 
@@ -229,10 +231,14 @@ class Generator(ImageHolder, Supervised):
             await asyncio.sleep(self._config.buffer.step_deadline / RENEWALS)
             await self._tell(incarnation, agents.open_trajectories())
 
-    async def _tell(self, incarnation: int, trajectories: Sequence[TrajectoryId], call: bool = False) -> None:
-        """Tell the buffer that trajectories go on; `call`: they moved to this generator, and now call the policy."""
-        with suppress(Unreachable):  # the next renewal comes long before the deadline
-            await self._ask(self._buffer.renew, self._name, incarnation, trajectories, call)
+    async def _tell(self, incarnation: int, trajectories: Sequence[TrajectoryId], call: bool = False) -> bool:
+        """Tell the buffer that trajectories go on; `call`: they moved to this generator, and now call the policy.
+        Returns False if the buffer did not answer; the next renewal comes long before the deadline."""
+        with suppress(Unreachable, TimeoutError):
+            async with asyncio.timeout(TELL_SECONDS):
+                await self._ask(self._buffer.renew, self._name, incarnation, trajectories, call)
+            return True
+        return False
 
     async def _play_group(self, outbox: Outbox, assignment: Assignment, task: Task) -> None:
         try:

@@ -88,7 +88,8 @@ class Agents:
         self._starting = asyncio.Lock()
         self.address = ""
         """The address of this process's endpoint; empty before `listen`."""
-        self.calls_again: Callable[[list[TrajectoryId]], Awaitable[None]] | None = None
+        self.calls_again: Callable[[list[TrajectoryId]], Awaitable[bool]] | None = None
+        """`Session.calls_again` of restored sessions."""
         self.trained = config.train
         """The roles that are trained; tokens of calls in other roles carry no loss."""
 

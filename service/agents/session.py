@@ -125,8 +125,9 @@ class Session:
         self.recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """Whether the buffer accepted the trajectory's end; set when the buffer answers, and cancelled if the buffer
         was not asked."""
-        self.calls_again: Callable[[list[TrajectoryId]], Awaitable[None]] | None = None
-        """Awaited before the first call of a session that moved: if this process dies, it may be of the call."""
+        self.calls_again: Callable[[list[TrajectoryId]], Awaitable[bool]] | None = None
+        """Tells the buffer, before the first call of a session that moved, that this process may die of the call;
+        returns whether the buffer was told."""
         self.posted: float | None = None
         """The reward that the agent itself posted; used if the session is finished without a reward."""
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -429,8 +430,7 @@ class Session:
     async def _call(self, opened: PreparedCall, body: str, sampling: Sampling, reserved: int) -> AgentCall:
         """Sample a call for which `reserved` tokens are reserved; any failure ends the session."""
         try:
-            if self.calls_again is not None:
-                await self.calls_again([self.trajectory])
+            if self.calls_again is not None and await self.calls_again([self.trajectory]):
                 self.calls_again = None
             request_id = f"{self.trajectory}/{body}"
             generation = await self._sample(opened.prompt_ids, sampling, request_id)

@@ -37,8 +37,8 @@ class AgentPlayer(Protocol):
     address: str
     """The address of this process's endpoint."""
 
-    calls_again: Callable[[list[TrajectoryId]], Awaitable[None]] | None
-    """Awaited before the first call of the policy in each restored trajectory."""
+    calls_again: Callable[[list[TrajectoryId]], Awaitable[bool]] | None
+    """Awaited before calls of the policy in a restored trajectory until it has returned True once."""
 
     async def listen(self) -> None:
         """Serve `address`, if it is not served yet."""

@@ -201,7 +201,7 @@ class Moved(Event, frozen=True):
     group_id: int
     samples: tuple[int, ...]
     died: bool = True
-    """Whether the generator died, perhaps because of them."""
+    """Whether the generator died, perhaps because of these trajectories."""
 
 
 class Restarted(Event, frozen=True):

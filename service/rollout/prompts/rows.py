@@ -42,8 +42,6 @@ LONG_ROW_BYTES = 1 << 11
 """Bytes of a row from which on equal texts of rows are made one object."""
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
 """The beginning of a text that is meant as a list of messages."""
-
-
 TASK_BYTES = 800
 """Bytes of memory for reading a row with a short prompt and no other columns."""
 NO_ROOM = "need more memory than is free; give fewer rows, or a machine with more memory"
@@ -212,7 +210,8 @@ def _read_line(line: str) -> Any:
     if "null" not in line:
         with suppress(msgspec.MsgspecError, RecursionError):  # it reads less than json: no NaN, no half surrogate pairs
             row = msgspec.json.decode(line)
-            if msgspec.json.encode(row).count(b'"') == line.count('"'):  # otherwise a key may come twice
+            quotes = line.count('"') + line.count("\\u0022")
+            if msgspec.json.encode(row).count(b'"') == quotes:  # otherwise a key may come twice
                 return row
     return json.loads(line, object_pairs_hook=_without_nulls)
 

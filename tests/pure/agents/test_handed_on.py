@@ -309,8 +309,9 @@ async def test_a_session_outlives_its_generators_process(model: Path, tasks: lis
             generation = await sampled(*arguments)
             return replace(generation, versions=generation.versions + 1)
 
-        async def tell(calling: list[TrajectoryId]) -> None:
+        async def tell(calling: list[TrajectoryId]) -> bool:
             told.append((calling, len(again.engine.prompts)))
+            return len(told) == 2
 
         again.engine.generate, again.agents.calls_again = sample, tell  # type: ignore[method-assign]
         assert again.player.resumes and again.player.restore(OF, tasks[0], steps, again.sink)
@@ -319,14 +320,14 @@ async def test_a_session_outlives_its_generators_process(model: Path, tasks: lis
         _, repeated = await again.post(path, asked(tasks[0]))
         assert repeated["choices"] == first["choices"] and not len(again.sink) and not told
         body, reply = asked(tasks[0]), first
-        for _ in range(2):
+        for _ in range(3):
             body["messages"] += [reply["choices"][0]["message"], {"role": "user", "content": "none"}]
             status, reply = await again.post(path, body)
             assert status == 200
         assert (await again.post(FINISH, {"reward": 1.0}))[0] == 200
-        assert (await playing).n_steps == 3 and told == [([OF], 0)]
+        assert (await playing).n_steps == 4 and told == [([OF], 0), ([OF], 1)]  # once more, as it was not told
         both = [*step_objects(steps), *step_objects(again.sink.steps())]
-        assert [step.index for step in both] == [0, 1, 2]
+        assert [step.index for step in both] == [0, 1, 2, 3]
         whole(both)  # the references hold
         (row,) = merge_steps(both)
         sampled_by = [VERSION + (step.index > 0) for step in both for _ in range(step.loss_mask.sum())]

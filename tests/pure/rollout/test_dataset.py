@@ -118,6 +118,7 @@ def test_a_bad_row_is_named_by_row_and_column(tmp_path: Path, row: Any, message:
             "row 1: no JSON: the key 'k' comes twice",
         ),
         ("rows.jsonl", b'{"prompt": "a", "prompt": null}', "row 0: no JSON: the key 'prompt' comes twice"),
+        ("rows.jsonl", b'{"uid":1,"uid":"\\u0022\\u0022"}', "row 0: no JSON: the key 'uid' comes twice"),
         ("rows.jsonl", b"\xff\xfe", "not UTF-8"),
         ("rows.parquet", b"no parquet", "no parquet file"),
         ("rows.csv", b"prompt\na\n", "ends in '.csv'; give a .jsonl or a .parquet file"),
