@@ -86,7 +86,8 @@ class Unchecked(Observed):
     async def publish_unchecked(self, version: PolicyVersion, tensors: Adapter) -> None:
         """Update to an adapter of any shapes, which the check before the pause would refuse."""
         size, any_shapes = self._size, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self._size = size._replace(elements=size.count(any_shapes.items()), adapter=any_shapes)
+        elements = sum(tensor.numel() for tensor in tensors.values())
+        self._size = size._replace(elements=elements, adapter=any_shapes)
         try:
             await self.update_weights(version, *sent(tensors))
         finally:
