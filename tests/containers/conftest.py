@@ -58,6 +58,7 @@ def busybox() -> Iterator[str]:
     shutil.copy(str(shutil.which("busybox")), root / "bin")
     for applet in APPLETS:
         (root / "bin" / applet).symlink_to("busybox")
+    (root / "work").mkdir()  # an overlay's root has the mode 555, and the containers' root has no power over modes
     (root / "etc").mkdir()
     (root / "etc" / "passwd").write_text("root:x:0:0:root:/:/bin/sh\n")
     (root / "bin" / "bash").write_text('#!/bin/sh\nexec /bin/sh "$@"\n')  # Harbor runs commands with bash
@@ -65,7 +66,9 @@ def busybox() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CONTAINERS_CONF", str(folder / "containers.conf"))
         patch.setenv("CONTAINERS_STORAGE_CONF", str(folder / "storage.conf"))
-        subprocess.run(["sh", "-c", f"tar -C {root} -c . | podman import - localhost/busybox:1"], check=True)
+        subprocess.run(
+            ["sh", "-c", f"tar -C {root} -c . | podman import --change WORKDIR=/work - localhost/busybox:1"], check=True
+        )
         yield "localhost/busybox:1"
         podman("rmi", "--all", "--force")
     subprocess.run(["umount", folder / "graph" / "overlay"], capture_output=True, timeout=60)
