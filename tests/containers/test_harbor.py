@@ -86,6 +86,12 @@ def tasks(base_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     harbor._servers.clear()
 
 
+@pytest.fixture(autouse=True)
+def own_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has an event loop of its own, and a lock belongs to the first loop in which somebody waited for it."""
+    monkeypatch.setattr(harbor, "_starting", asyncio.Lock())
+
+
 async def tried(
     server: ScriptedServer,
     task: Task,
