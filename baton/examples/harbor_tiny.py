@@ -33,7 +33,7 @@ timeout_sec = 120.0
 def make_tasks(folder: Path, image: str) -> None:
     """Write the folder of each task."""
     for kind, name in TASKS:
-        test = f"[ {COMMANDS[kind][1]} /{name} ]"
+        test = f"[ {COMMANDS[kind][1]} {name} ]"
         files = {
             "task.toml": TOML.format(image=image),
             "instruction.md": f"{kind} {name}\n",

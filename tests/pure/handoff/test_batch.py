@@ -161,3 +161,10 @@ def test_rows_near_the_budget_need_few_micro_batches(seed: int) -> None:
 def test_a_row_longer_than_the_budget_takes_one_micro_batch_and_no_dummies() -> None:
     assert in_bins([[60]], 10, "packed") == [[[0]]]
     assert sorted(in_bins([[100, 5, 5, 5, 5]], 20, "packed")[0], key=len) == [[0], [1, 2, 3, 4]]
+
+
+def test_a_rank_that_needs_fewer_micro_batches_gets_empty_ones() -> None:
+    """Rows of similar length share a micro-batch where alike ones, padded, would be larger than the budget."""
+    full, short = in_bins([[10, 10, 10], [5, 5, *[1] * 10]], 10, "padded")
+    assert sorted(full) == [[0], [1], [2]]
+    assert sorted(map(len, short)) == [0, 2, 10] and sorted(row for rows in short for row in rows) == [*range(12)]
