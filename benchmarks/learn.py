@@ -1,5 +1,4 @@
-"""Training steps on CPU in two layouts, on the same rows, in one run: padded against packed, packed against shared;
-and packed without and with supports of 20 tokens.
+"""Training steps on CPU on the same rows, in one run: padded and packed, packed and shared, without and with supports.
 
     python -m benchmarks.learn
 
@@ -126,8 +125,7 @@ def mini_batch(name: str, layout: str) -> MiniBatch:
         order = prefix_order(packed.token_ids_N, packed.offsets_R)
         chosen = place_sharing(order, length_R, trajectory_R, prompt_G, 1, BUDGET).ranks[0]
     micros = [micro_batch_of([rows[i] for i in mine], trajectory_R[list(mine)]) for mine in chosen]
-    if layout == "supported":
-        micros = [with_supports(micro) for micro in micros]
+    micros = [with_supports(micro) for micro in micros] if layout == "supported" else micros
     return mini_batch_of(micros, len(prompt_G))
 
 
@@ -161,8 +159,8 @@ def micro_batch_of(rows: Sequence[SupervisedRow], trajectories: Sequence[int]) -
 def with_supports(micro: MicroBatch) -> MicroBatch:
     """The micro-batch, whose tokens were drawn from 20 tokens each."""
     others_MU = np.sort((micro.token_ids_N[micro.loss_mask_N, None] + np.arange(1, 20) * 397) % VOCABULARY)
-    sizes_N = np.where(micro.loss_mask_N, 20, 0).astype(np.uint16)
-    return replace(micro, support_size_N=sizes_N, support_U=others_MU.reshape(-1).astype(np.uint16))
+    sizes_N, others_U = micro.loss_mask_N * np.uint16(20), others_MU.reshape(-1).astype(np.uint16)
+    return replace(micro, support_size_N=sizes_N, support_U=others_U)
 
 
 def mini_batch_of(micros: Sequence[MicroBatch], trajectories: int) -> MiniBatch:
