@@ -314,12 +314,13 @@ class Coordinator:
             return await self._release(leased, report.reason or "not applied")
         await self._commit(leased, report.metrics)
         await self._publish()
-        self._observer.doing("checkpoint")
-        await self._checkpoints.follow(self._version.step)
         await self._evaluate(self._evaluations.is_due(self._version.step))
         self._observer.doing("bookkeeping")
         measured = {**report.metrics, **self._evaluations.numbers(self._version.step)}
         await self._observer.stepped(self._version, leased, measured, await self._generator_pool.statuses())
+        # Last: a run that is killed now and resumes from this checkpoint has the step's line already.
+        self._observer.doing("checkpoint")
+        await self._checkpoints.follow(self._version.step)
 
     async def _commit(self, leased: LeasedBatch, measured: Mapping[str, float]) -> None:
         self._observer.applied(self._version.step + 1, measured)

@@ -191,6 +191,21 @@ def test_a_trainer_that_fails_at_the_same_checkpoint_again_and_again_ends_the_ru
     assert len([line for line in said if re.search("the trainer restarts from step [1-9]", line)]) == 2
 
 
+def test_a_checkpoint_is_begun_after_the_line_of_its_step(tmp_path: Path) -> None:
+    """A run that is killed at any moment, and resumes from its newest checkpoint, lacks no line."""
+    lines: list[int] = []
+
+    async def save(folder: Path) -> None:
+        lines.append(run.step)
+
+    trainer = STEPS | {"save": save, "finish_save": answering(), "export": answering()}
+    buffer = LEASES | {"end": [[]], "stop": None, "status": TOLD | ENDED}
+    settings = [COLD, "trainer.checkpoint_every=1", "run.max_steps=2"]
+    with coordinating(tmp_path, cluster_of(tmp_path / "run", buffer, trainer), *settings) as (coordinator, run):
+        asyncio.run(coordinator.run())
+    assert lines == [1, 2]
+
+
 @pytest.mark.parametrize(("is_remedied", "restarts"), [(True, 4), (False, 2)])
 def test_a_lack_of_memory_that_has_a_remedy_does_not_count_as_a_failure_of_the_trainer(
     tmp_path: Path, is_remedied: bool, restarts: int
