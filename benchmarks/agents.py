@@ -122,15 +122,13 @@ async def be_clients() -> None:
 
 async def converse(http: Any, base_url: str, key: str, seed: int) -> None:
     """Have one conversation; prints the seconds of each call, less those of the engine."""
-    drawn, seconds = random.Random(f"{key}{seed}"), []
+    drawn, seconds, headers = random.Random(f"{key}{seed}"), [], {"Authorization": f"Bearer {key}"}
     await asyncio.sleep(drawn.random() * SECONDS_PER_TOKEN * 128)
     messages = [{"role": "user", "content": excerpt(drawn, OPENING_CHARACTERS)}]
     for _ in range(TURNS):
         body = json.dumps({"model": "policy", "messages": messages}).encode()
         began = time.perf_counter()
-        async with http.post(
-            f"{base_url}/chat/completions", data=body, headers={"Authorization": f"Bearer {key}"}
-        ) as answer:
+        async with http.post(f"{base_url}/chat/completions", data=body, headers=headers) as answer:
             raw = await answer.read()
         took = time.perf_counter() - began
         reply = json.loads(raw)
@@ -156,14 +154,13 @@ def make_tokenizer(folder: Path) -> None:
         vocab_size=8000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     made.train_from_iterator(TEXT.splitlines(), trainer)
-    tokenizer = PreTrainedTokenizerFast(
+    PreTrainedTokenizerFast(
         tokenizer_object=made,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         chat_template=TEMPLATE,
         additional_special_tokens=special[:1],
-    )
-    tokenizer.save_pretrained(folder)
+    ).save_pretrained(folder)
 
 
 def configuration(folder: Path) -> Config:
@@ -196,24 +193,19 @@ async def latency(folder: Path, rounds: int) -> dict[str, float]:
     folder.mkdir()
     config, model = configuration(folder / "run"), folder / "model"
     make_tokenizer(model)
-    write_rows(
-        folder / "rows.jsonl", [{"uid": str(i), "prompt": [{"role": "user", "content": "x"}]} for i in range(512)]
-    )
+    rows = [{"uid": str(i), "prompt": [{"role": "user", "content": "x"}]} for i in range(512)]
+    write_rows(folder / "rows.jsonl", rows)
     tasks = load_tasks(folder / "rows.jsonl")
     config_json = config.model_dump_json()
     hub = ray.remote(MetricsHub).options(num_cpus=0).remote(config_json)
-    buffer: Any = (
-        ray.remote(BufferActor)
-        .options(num_cpus=0, max_concurrency=1000)
-        .remote(config_json, 8000, str(folder / "rows.jsonl"), str(folder / "journal"), hub)
-    )
+    actor: Any = ray.remote(BufferActor).options(num_cpus=0, max_concurrency=1000)
+    buffer = actor.remote(config_json, 8000, str(folder / "rows.jsonl"), str(folder / "journal"), hub)
     ask = partial(call, who="the buffer")
     incarnation = await ask(buffer.join, "generator", "g")
     trainer = await ask(buffer.join, "trainer", "trainer")
     outbox = TimedOutbox("g", incarnation, partial(ask, buffer.submit), 60.0, lambda _: None, lambda _: None)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", NAME, "--clients", stdin=-1, stdout=-1, limit=1 << 24
-    )
+    command = (sys.executable, "-m", NAME, "--clients")
+    process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1, limit=1 << 24)
     clients = import_module(NAME).Outside.clients = Clients(process)
     background = [asyncio.create_task(outbox.run()), asyncio.create_task(clients.listen())]
     engine = Sleeper(Chat(PreTrainedTokenizerFast.from_pretrained(model)).end_id)

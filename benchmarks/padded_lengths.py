@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +26,8 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmarks.own_environment import ROOT
+from benchmarks.peer.baton_side import trained
 from service.config import Config, load
 from service.config.core_settings import batch_settings, message_limits
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
@@ -42,7 +42,6 @@ from service.rollout.prompts.dataset import load_tasks
 from service.types import NO_VERSION, Int32s, Step
 from tests.recorded import Recorded, recorded
 
-ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "configs" / "search_r1_tiny.yaml"
 PLOT = ROOT / "docs" / "padded_lengths.png"
 VARIANTS = ("observations inside responses", "generated tokens only", "generated tokens only, merged")
@@ -79,7 +78,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of the run")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run = _run(Path(folder), arguments.steps)
+        run, settings = (
+            Path(folder) / "run",
+            [f"run.max_steps={arguments.steps}", "data.eval_every=0", "metrics.port=0"],
+        )
+        trained(["--config", str(RECIPE), *settings], Path(folder))
         config = load([run / "config.yaml"]).config
         measured = measure(config, run)
     longest = config.generator.max_input_length + config.generator.max_generate_length
@@ -88,13 +91,6 @@ def main() -> None:
         raise SystemExit(f"a row of generated tokens only has {beyond} tokens, more than {longest}")
     print(table(measured, longest))
     draw(measured, longest)
-
-
-def _run(folder: Path, steps: int) -> Path:
-    settings = [f"run.dir={folder}", f"run.max_steps={steps}", "data.eval_every=0", "metrics.port=0"]
-    command = [sys.executable, "-m", "service", "run", "--config", str(RECIPE), *settings]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=3600, stdout=sys.stderr)
-    return folder / load([RECIPE]).config.run.name
 
 
 def measure(config: Config, run: Path) -> dict[str, list[Measured]]:

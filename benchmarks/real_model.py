@@ -70,14 +70,15 @@ async def _played(config: Config) -> MiniBatch:
         tasks = load_tasks(Path(name) / "rows.jsonl")
     async with serving(config, MODEL) as engine:
         player = RunPlayer(config, MODEL, engine)
-        groups = await asyncio.gather(*(_group(player, o, task, config) for o, task in enumerate(tasks)))
+        groups = await asyncio.gather(*(played_group(player, o, task, config) for o, task in enumerate(tasks)))
         await player.close()
     history = VersionHistory()
     history.publish(PolicyVersion(1, 0))
     return form_mini_batch(0, groups, history, batch_settings(config))
 
 
-async def _group(player: RunPlayer, group_id: int, task: Task, config: Config) -> CompleteGroup:
+async def played_group(player: RunPlayer, group_id: int, task: Task, config: Config) -> CompleteGroup:
+    """The trajectories of a task."""
     columns, samples = StepColumns(), range(config.algorithm.n_samples_per_prompt)
     await asyncio.gather(*(player.play(TrajectoryId(group_id, sample), task, columns) for sample in samples))
     return CompleteGroup(group_id, task.uid, columns.steps(), ends_table(columns.ends))

@@ -92,23 +92,11 @@ def _episode(
         response = tokens(shape.response)
         if len(history) + len(response) > max_tokens:
             break
-        steps.append(_step(trajectory, uid, index, history, response))
+        logprobs, mask = -np.linspace(0.01, 2, len(response), dtype=np.float32), np.ones(len(response), np.bool_)
+        versions = np.zeros(len(response), np.int64)
+        steps.append(Step(trajectory, uid, index, history, response, logprobs, mask, versions))
         history = np.concatenate((history, response, tokens(shape.observation)))
     return steps
-
-
-def _step(trajectory: TrajectoryId, uid: str, index: int, prompt: Int32s, response: Int32s) -> Step:
-    count = len(response)
-    return Step(
-        trajectory=trajectory,
-        prompt_uid=uid,
-        index=index,
-        prompt_ids=prompt,
-        response_ids=response,
-        logprobs=-np.linspace(0.01, 2, count, dtype=np.float32),
-        loss_mask=np.ones(count, np.bool_),
-        versions=np.zeros(count, np.int64),
-    )
 
 
 def shared(episode: list[Step]) -> list[Step]:

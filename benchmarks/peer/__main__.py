@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from actors.driver.prepare import prepare
 from benchmarks import own_environment
-from benchmarks.peer.baton_side import trained
+from benchmarks.peer.baton_side import Look, trained
 from service.config import Config, load
 from service.learn.learner import Learner
 from service.learn.settings import LearnSettings
@@ -98,14 +99,14 @@ def baton(part: Part, settings: list[str], folder: Path) -> dict[str, Any]:
     words = ["--config", str(CONFIGS / part.recipe), *made, "metrics.port=0", *settings]
     looks, lines = trained(words, folder)
     # the last step does not count: nothing is generated for a step after it
-    begin = next(look for look in looks if look.step >= part.first)
-    end = next(look for look in looks if look.step >= len(lines) - 1)
-    counted = end.step - begin.step
-    return {
-        "seconds": (end.wall - begin.wall) / counted,
-        "cpu_seconds": (end.cpu - begin.cpu) / counted,
-        "reward": statistics.fmean(line["reward/avg_raw_reward"] for line in lines[-LAST:]),
-    }
+    begin, end = (next(look for look in looks if look.step >= step) for step in (part.first, len(lines) - 1))
+    return per_step(begin, end, [line["reward/avg_raw_reward"] for line in lines])
+
+
+def per_step(begin: Look, end: Look, rewards: Sequence[float]) -> dict[str, Any]:
+    """Figures from two looks, and of the reward of each step."""
+    step, wall, cpu = np.subtract(end, begin)
+    return {"seconds": wall / step, "cpu_seconds": cpu / step, "reward": statistics.fmean(rewards[-LAST:])}
 
 
 def trl(part: Part, config: Path, model: Path, tasks: Path, work: Path) -> dict[str, Any]:
@@ -117,14 +118,8 @@ def trl(part: Part, config: Path, model: Path, tasks: Path, work: Path) -> dict[
     found = json.loads((work / "found.json").read_text())
     if not found["difference"] <= MAX_DIFFERENCE:
         raise SystemExit(f"TRL's engine and trainer differ by {found['difference']}: its weights are not in step")
-    looks = found["looks"]
-    begin, end = looks[part.first - 1], looks[-2]
-    counted = end["step"] - begin["step"]
-    return {
-        "seconds": (end["wall"] - begin["wall"]) / counted,
-        "cpu_seconds": (end["cpu"] - begin["cpu"]) / counted,
-        "reward": statistics.fmean(look["reward"] for look in looks[-LAST:]),
-    }
+    looks = [Look(*look) for look in found["looks"]]
+    return per_step(looks[part.first - 1], looks[-2], found["rewards"])
 
 
 def table(found: list[dict[str, Any]]) -> str:

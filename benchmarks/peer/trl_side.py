@@ -166,27 +166,9 @@ def _fit_vllm(config: Config) -> None:
     generation.VLLMGeneration.sync_weights = sync_weights
 
 
-class Look(NamedTuple):
-    """The state of the run after an optimizer step."""
-
-    step: int
-    wall: float
-    cpu: float
-    reward: float
-
-
-class Found(NamedTuple):
-    """The results of a run."""
-
-    looks: list[Look]
-    """The state after each step."""
-    difference: float
-    """The largest difference between the log-probabilities of engine and trainer, in the last step, which does not
-    count."""
-
-
-def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, threads: int) -> Found:
-    """Train for `run.max_steps`."""
+def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, threads: int) -> dict[str, Any]:
+    """Train for `run.max_steps`; returns the state and the reward after each step, and the largest difference between
+    the log-probabilities of engine and trainer, in the last step, which does not count."""
     os.environ |= ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
     import torch
     from datasets import Dataset
@@ -194,7 +176,8 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, th
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(threads)
-    tasks, found = load_tasks(tasks_file), Found([], math.nan)
+    tasks = load_tasks(tasks_file)
+    found: dict[str, Any] = {"looks": [], "rewards": [], "difference": math.nan}
     _fit_vllm(config)
 
     class Watch(TrainerCallback):  # type: ignore[misc]
@@ -203,11 +186,10 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, th
             grpo.vllm_importance_sampling_correction = state.global_step == state.max_steps - 1
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-            nonlocal found
-            if "reward" not in logs:
-                return
-            look = Look(state.global_step, time.monotonic(), time.process_time(), float(logs["reward"]))
-            found = Found([*found.looks, look], float(logs.get(DIFFERENCE, math.nan)))
+            if "reward" in logs:
+                found["looks"].append((state.global_step, time.monotonic(), time.process_time()))
+                found["rewards"].append(float(logs["reward"]))
+                found["difference"] = float(logs.get(DIFFERENCE, math.nan))
 
     trainer, algorithm = config.trainer, config.algorithm
     samples = trainer.mini_batch_size * algorithm.n_samples_per_prompt
@@ -255,8 +237,7 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, th
 def main(config_file: str, model_folder: str, tasks_file: str, work: str, threads: str) -> None:
     """Train, and write what was found to `work`/found.json."""
     config = Config.model_validate_json(Path(config_file).read_text())
-    looks, difference = trained(config, Path(model_folder), Path(tasks_file), Path(work), int(threads))
-    found = {"looks": [look._asdict() for look in looks], "difference": difference}
+    found = trained(config, Path(model_folder), Path(tasks_file), Path(work), int(threads))
     (Path(work) / "found.json").write_text(json.dumps(found))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 REFUSED = {
     "it changes the sampling distribution, which the trainer recomputes: top_p, top_k and min_p are settings of "
     "generator, and penalties would make every importance ratio wrong; leave it out": "top_[pk] min_p "
-    "(repetition|presence|frequency)_penalty",
+    "(repetition|presence|frequency)_penalty logit_bias",
     "a token must come from the policy's own distribution, with the settings of generator": "speculative_config "
     "(per_request_)?spec_.* logits_processors watermark_config (override_)?generation_config enable_trace_replay "
     "return_sampling_mask diffusion_config logprobs_mode hf_overrides",

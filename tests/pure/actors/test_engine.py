@@ -432,9 +432,11 @@ async def test_the_engine_samples_with_the_settings_and_not_from_the_likeliest_t
     engine._vocab_size, llm_of(engine).completion = 2000, completion(token_ids=[], logprobs=None)
     await engine.generate(PROMPT, Sampling(4, top_p=0.9, top_k=top_k), "r")
     await engine.generate(PROMPT, Sampling(4, top_p=0.9, top_k=top_k, with_supports=False), "r")
-    (_, params), (_, without) = llm_of(engine).asked
+    off = await engine.generate(PROMPT, Sampling(4, top_p=1.0, top_k=0, min_p=0.0), "r")
+    (_, params), (_, without), (_, whole) = llm_of(engine).asked
     assert (params.top_k, params.top_p, params.logprobs) == (top_k, 0.9, asked)
     assert (without.top_k, without.top_p, without.logprobs) == (top_k, 0.9, 0)
+    assert (whole.logprobs, off.support_size, off.support) == (0, None, None)
 
 
 def test_the_support_of_a_token_is_what_the_engine_could_have_drawn() -> None:

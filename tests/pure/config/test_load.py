@@ -91,6 +91,7 @@ def test_an_empty_mapping_replaces_what_a_lower_layer_set(tmp_path: Path) -> Non
         ("trainr:\n  lr: 3\n", 1, "trainr", "mean trainer?"),
         ("data:\n  eval: x.jsonl\n", 2, "data.eval", "write {NAME: VALUE}"),
         ("generator:\n  presence_penalty: 0.9\n", 2, "generator.presence_penalty", "changes the sampling distribution"),
+        ("generator:\n  logit_bias: {3: 1}\n", 2, "generator.logit_bias", "changes the sampling distribution"),
         ("generator: {}\nxyzzy: 3\n", 2, "xyzzy", "valid here: run, model"),
         ("model:\n  make: {intermediate_size: 3}\n", 2, "model.make.intermediate_size", "valid here: hidden_size, "),
         ("learn: {estimate: grpo}\n", 1, "learn", "mean algorithm.estimator?"),
