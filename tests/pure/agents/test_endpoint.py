@@ -11,7 +11,8 @@ import aiohttp
 import pytest
 
 from service.agents import policy_calls
-from service.agents.session import SPENT, Session
+from service.agents.dialects.dialect import Refused
+from service.agents.session import MAX_LOGGED, SPENT, Session
 from service.handoff.steps.values import StopReason
 from service.rollout.environment import TrajectoryFailed
 from tests.pure.agents.endpoint import CHAT, GENERATE, MESSAGES, Client, ScriptedServer, client_of, until, whole
@@ -216,10 +217,16 @@ async def test_tokens_of_a_session_are_bounded_and_responses_shortened_to_what_i
 async def test_a_prompt_beyond_the_context_is_refused_by_the_name_that_clients_test(
     server: ScriptedServer, make: type[ChatTalk]
 ) -> None:
-    server.allowed = replace(server.allowed, max_input_length=300)
-    session, talk = server.session(), make("age ? " * 100)
-    async with client_of(server, session) as client:
-        status, reply = await client.post(talk.path, talk.body())
+    talk = make("age ? " * 100)
+    fits = server.session()
+    async with client_of(server, fits) as client:
+        await client.post(talk.path, talk.body())
+    for room in (0, -1):
+        server.allowed = replace(server.allowed, max_input_length=len(server.prompts[0]) + room)
+        session = server.session(1 - room)
+        async with client_of(server, session) as client:
+            status, reply = await client.post(talk.path, talk.body())
+        assert (status == 200) == (room == 0)
     assert status == 400 and "context length" in talk.error(reply) and "prompt is too long" in talk.error(reply)
     assert make is MessagesTalk or reply["error"]["code"] == "context_length_exceeded"
     assert (session.n_steps, session.stop_reason) == (0, StopReason.LENGTH)
@@ -266,6 +273,12 @@ async def test_a_session_that_ends_while_its_prompt_is_rendered_makes_no_call(se
         session.finish(1.0)
         assert (await asked)[0] == 409
     assert server.prompts == [] and session.n_steps == 0
+
+
+async def test_a_client_that_is_refused_in_ever_new_ways_fills_no_memory(session: Session, client: Client) -> None:
+    for number in range(MAX_LOGGED + 2):
+        assert (await client.post(CHAT, {"messages": number}, user_agent=f"agent {number}"))[0] == 400
+    assert len(session.refusals) == MAX_LOGGED
 
 
 async def test_a_reward_over_http_counts_where_the_end_brings_none_and_nonsense_is_refused(
@@ -315,6 +328,8 @@ async def test_a_session_that_ends_gives_up_what_is_being_sampled(
     session.finish(0.5, "ok", {"looks": 2.0})
     assert (await asked)[0] == 409 and session.n_steps == 0
     session.finish(0.5, "ok", {"looks": 2.0})
+    with pytest.raises(Refused):
+        session.finish(0.75, "ok", {"looks": 2.0})
     assert json.loads(json.dumps(session.ended.result())) == [0.5, "ok", {"looks": 2.0}, {}, "", None]
     cancelled = server.session(1)
     client.headers = {"Authorization": f"Bearer {cancelled.key}"}
@@ -322,3 +337,4 @@ async def test_a_session_that_ends_gives_up_what_is_being_sampled(
     await until(lambda: len(server.prompts) == 2)
     cancelled.close()
     assert (await asked)[0] == 409 and cancelled.n_steps == 0
+    await until(lambda: cancelled.waits_for == "idle")  # though the engine has not answered

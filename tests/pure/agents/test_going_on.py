@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.agents.session import Session
+from service.agents.session import SPENT, Session
 from service.handoff.steps.tables import steps_table
 from service.types import Step
 from tests.pure.agents.endpoint import ScriptedServer, client_of, whole
@@ -72,6 +72,12 @@ async def test_what_a_session_may_have_counts_from_its_first_step(server: Script
     first = server.session()
     async with client_of(server, first) as client:
         await client.post(talk.path, talk.body())
+    server.max_tokens = len(server.prompts[0]) + len(server.replies[0]) + 10
+    spent = again(server, server.steps)
+    async with client_of(server, spent) as client:
+        talk.say("and ?")
+        assert talk.text((await client.post(talk.path, talk.body()))[1]) == SPENT
+    server.max_tokens = 100_000
     restored = again(server, server.steps)
     async with client_of(server, restored) as client:
         for words, expected in (("a", 2), ("b", 2)):
