@@ -330,6 +330,7 @@ async def test_a_session_that_ends_gives_up_what_is_being_sampled(
     session.finish(0.5, "ok", {"looks": 2.0})
     with pytest.raises(Refused):
         session.finish(0.75, "ok", {"looks": 2.0})
+    session.close(RuntimeError("the engine died later"))
     assert json.loads(json.dumps(session.ended.result())) == [0.5, "ok", {"looks": 2.0}, {}, "", None]
     cancelled = server.session(1)
     client.headers = {"Authorization": f"Bearer {cancelled.key}"}
