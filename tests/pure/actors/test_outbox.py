@@ -128,6 +128,31 @@ async def test_complete_groups_wait_for_as_many_as_the_next_mini_batch_lacks(mon
         assert len(buffer.sent) == 3
 
 
+async def test_an_answer_that_lacks_fewer_groups_sends_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 1000.0)
+    lacking, answering = iter([3, 1, 1]), asyncio.Event()
+    buffer = FakeBuffer(lambda group: Receipt(wanted=next(lacking)))
+
+    async def submit(data: bytes) -> Answer:
+        if buffer.sent:
+            await answering.wait()
+        return await buffer.submit(data)
+
+    async with sending(buffer) as (outbox, _):
+        outbox.submit = submit
+        outbox.append(step(0))
+        outbox.group_complete(last=True)
+        await until(lambda: buffer.sent)
+        outbox.append(step(1))
+        outbox.hurry()
+        await until(lambda: outbox._open is None)
+        outbox.append(step(2))
+        outbox.group_complete(last=False)
+        answering.set()
+        await until(lambda: len(buffer.sent) == 3)
+    assert buffer.group_ids() == [0, 1, 2]
+
+
 async def test_a_turn_of_a_group_that_takes_long_is_not_held_back_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 0.01)
     buffer = FakeBuffer()
@@ -240,6 +265,9 @@ async def test_a_refused_trajectory_does_not_take_the_others_of_its_message_with
     assert sorted(group_id for data in accepted for group_id in decoded(data).ends.group_id_E.tolist()) == [1, 2]
     assert buffer.refused == [TrajectoryId(POISONED, 0)]
     assert outbox.refusals[RefusalReason.LOGPROB] == 2
+    alone = FakeBuffer(poison)
+    await deliver(alone, [step(POISONED)])
+    assert len(alone.sent) == 1 and alone.refused == [TrajectoryId(POISONED, 0)]
 
 
 async def test_a_fenced_incarnation_fails() -> None:
