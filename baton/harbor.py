@@ -40,6 +40,16 @@ PASSED = re.compile("HOME|LANG|TMPDIR|XDG_RUNTIME_DIR|(DOCKER|CONTAINERS?)_.*")
 """Environment variables of this process that a server gets, because it writes them into tasks that name them."""
 POLL_SECONDS, ANSWER_SECONDS, OUTAGE_SECONDS, START_SECONDS = 1.0, 60.0, 60.0, 120.0
 """Seconds between two questions about a trial, for one answer, and until a server that does not answer is given up."""
+REMOVAL = r"""read _; kill -KILL -$1
+ls -d "$0"/files/rollouts/*/* | sed 's/.*__/__/' >"$0/ended"
+for engine in podman docker; do
+    $engine ps -a --format '{{.Names}}' | grep -iFf "$0/ended" | xargs -r $engine rm -fv
+    for kind in network volume; do
+        $engine $kind ls --format '{{.Name}}' | grep -iFf "$0/ended" | xargs -r $engine $kind rm
+    done
+done"""
+"""Waits until a server has ended, then removes what its trials left, by the trials' ids in names. Harbor ends before
+removals that a cancellation met; and Ray and the watchdog kill it soon after the generator's or the run's end."""
 
 
 class TrialFailed(Exception):
@@ -156,9 +166,8 @@ def rewards_of(rollout: Mapping[str, Any], name: str) -> tuple[float, dict[str, 
     failures = [part.get("exception_info") for part in (result, *(result.get("step_results") or ()))]
     for failure in filter(None, failures):
         policy = failure["policy"]
-        if (
-            policy["should_retry"] or not policy["has_valid_reward"]
-        ):  # Harbor grades after failures that it does not know
+        # Harbor grades after failures that it does not know
+        if policy["should_retry"] or not policy["has_valid_reward"]:
             raise _failure(failure["exception_type"], failure["exception_message"], rollout)
     if rollout["state"] != "finished":
         raise _failure("CancelledError", "the trial was cancelled", rollout)
@@ -184,12 +193,11 @@ class _Server(NamedTuple):
 
     def check(self, error: Exception) -> None:
         """Raise `TrialFailed` if this process started the server and it has ended."""
-        if self.process is not None and self.process.poll() is not None:
-            code = self.process.poll()
+        if self.process is not None and (code := self.process.poll()) is not None:
             raise TrialFailed(f"harbor serve ended with code {code}; see {self.data}/server.log") from error
 
 
-_servers: dict[tuple[str, Path], tuple[subprocess.Popen[bytes], _Server]] = {}
+_servers: dict[tuple[str, Path], _Server] = {}
 """The servers that this process started, by program and folder."""
 _starting = asyncio.Lock()
 
@@ -197,8 +205,9 @@ _starting = asyncio.Lock()
 async def _started(program: str, trials: Path, variables: Collection[str]) -> _Server:
     """The server of this process, started if it does not run. It ends its trials and itself when this process ends."""
     async with _starting:
-        if (known := _servers.get((program, trials))) is not None and known[0].poll() is None:
-            return known[1]
+        known = _servers.get((program, trials))
+        if known is not None and known.process is not None and known.process.poll() is None:
+            return known
         if (found := shutil.which(program) or shutil.which(MADE)) is None:
             raise UserError(f"env.options.program: there is no program {program!r}; `make harbor` installs it")
         trials.mkdir(parents=True, exist_ok=True)
@@ -211,10 +220,14 @@ async def _started(program: str, trials: Path, variables: Collection[str]) -> _S
         passed = {name: os.environ[name] for name in os.environ if name in variables or PASSED.fullmatch(name)}
         # a class of the user's own may be in the current folder
         given = {"PYTHONPATH": os.getcwd(), "HARBOR_TELEMETRY": "0", **passed, "HARBOR_API_KEY": key, "PATH": path}
-        with (data / "server.log").open("wb") as output:
-            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=given)
+        read, write = os.pipe()
+        with (data / "server.log").open("wb") as output, open(read, "rb") as ended, open(write, "wb") as held:
+            options: dict[str, Any] = {"stdout": output, "stderr": output, "env": given, "start_new_session": True}
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[held.fileno()], **options)
+            removal = ["setsid", "--fork", "sh", "-c", REMOVAL, str(data), str(process.pid)]
+            subprocess.run(removal, check=True, stdin=ended, **options)
         server = _Server(f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"}, data, process)
-        _servers[program, trials] = process, server
+        _servers[program, trials] = server
         async with aiohttp.ClientSession(server.url, headers=server.headers) as http:
             ask, errors = partial(_asked, http, "GET", "/jobs", within=0), aiohttp.ClientError
             await retried(ask, errors, Backoff(POLL_SECONDS), within=START_SECONDS, failed=server.check)

@@ -22,9 +22,11 @@ from service.rollout.chat.chat import Chat
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Task, TrajectoryFailed
 from service.rollout.prompts.dataset import load_tasks
+from tests.containers.conftest import podman
 from tests.containers.tasks import TASKS, make_tasks
 from tests.pure.agents.endpoint import ScriptedServer, opened, whole
 from tests.pure.agents.own_environment import python_with
+from tests.pure.agents.test_published_agents import AGENTS, from_npm
 
 PROGRAM = Path(__file__).parents[2] / ".venv-harbor" / "bin" / "harbor"
 pytestmark = [
@@ -43,22 +45,29 @@ def keys(*typed: str, done: bool = False) -> str:
 
 
 def bash(command: str) -> str:
-    """A reply as mini-swe-agent reads it."""
+    """A reply as mini-swe-agent and opencode read it."""
     return f"<tool_call>{json.dumps({'name': 'bash', 'arguments': {'command': command}})}</tool_call>"
 
 
 SCRIPTS: Mapping[str, Callable[[str], Sequence[str]]] = {
     "terminus-2": lambda solution: [keys("cd /app", solution), keys(done=True), keys(done=True)],
     "mini-swe-agent": lambda solution: [bash(solution), bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")],
+    "opencode": lambda solution: [bash(solution), "Done."],
 }
 UNSOLVED = ("branch", "query")
 """Tasks in which an agent does nothing."""
 
 
-def job_of_mini(python: Path, folder: Path) -> str:
-    """A job's file for mini-swe-agent, which the container gets from this machine instead of from an image."""
-    here, program = python.parents[1].resolve(), python.with_name("mini-swe-agent").resolve()
-    shown = {str(here): str(here), sys.base_prefix: sys.base_prefix, str(program): "/usr/local/bin/mini-swe-agent"}
+def job_of(agent: str, folder: Path) -> str:
+    """A job's file for an agent in the container, which gets it from this machine instead of from an image."""
+    if agent == "terminus-2":
+        return ""
+    if agent == "opencode":
+        shown = {str(from_npm(agent, AGENTS[agent].package).resolve()): "/usr/local/bin/opencode"}
+    else:
+        python = python_with("mini-swe-agent==2.4.6", "mcp")
+        here, program = str(python.parents[1].resolve()), str(python.with_name("mini-swe-agent").resolve())
+        shown = {here: here, sys.base_prefix: sys.base_prefix, program: "/usr/local/bin/mini-swe-agent"}
     mounts = [{"type": "bind", "source": at, "target": to, "read_only": True} for at, to in shown.items()]
     job = {"agents": [{"kwargs": {"skip_install": True}}], "environment": {"mounts": mounts}}
     (folder / "job.yaml").write_text(json.dumps(job))
@@ -80,9 +89,10 @@ def tasks(base_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{PROGRAM.parent}:{os.environ['PATH']}")
         yield {task.uid: task for task in load_tasks(folder)}
-    for process, _ in harbor._servers.values():
-        process.terminate()
-        process.wait(60)
+    for server in harbor._servers.values():
+        assert server.process is not None
+        server.process.terminate()
+        server.process.wait(60)
     harbor._servers.clear()
 
 
@@ -129,11 +139,16 @@ async def test_an_agent_solves_eight_of_ten_tasks_and_its_tokens_are_exact(
     bytes_chat: Chat, tasks: dict[str, Task], tmp_path: Path, agent: str
 ) -> None:
     left = {name: iter(SCRIPTS[agent]("true" if name in UNSOLVED else TASKS[name].solution)) for name in tasks}
-    job = "" if agent == "terminus-2" else job_of_mini(python_with("mini-swe-agent==2.4.6", "mcp"), tmp_path)
+    job = job_of(agent, tmp_path)
+
+    def say(prompt: str) -> str:
+        named = next(name for name in tasks if TASKS[name].instruction in prompt)
+        return "A title" if "title generator" in prompt else next(left[named])
+
     async with opened(bytes_chat, host=own_address()) as server:
         server.allowed = replace(server.allowed, max_input_length=100_000)
         server.max_tokens = 1_000_000
-        server.say = lambda prompt: next(left[next(name for name in tasks if TASKS[name].instruction in prompt)])
+        server.say = say
         ended = await asyncio.gather(
             *(tried(server, task, agent, tmp_path, n, job=job, keep="all") for n, task in enumerate(tasks.values()))
         )
@@ -144,7 +159,9 @@ async def test_an_agent_solves_eight_of_ten_tasks_and_its_tokens_are_exact(
     by_trial = [[step for step in server.steps if step.trajectory == session.trajectory] for session in ended]
     assert sorted(prompt for steps in by_trial for prompt in whole(steps)) == sorted(server.prompts)
     sampled = sorted(step.response_ids[step.loss_mask].tolist() for step in server.steps)
-    assert sampled == sorted(server.replies) and [*map(len, by_trial)] == [len(SCRIPTS[agent](""))] * 10
+    assert sampled == sorted(server.replies)
+    asked = len(SCRIPTS[agent]("")) + (agent == "opencode")  # for a title
+    assert [*map(len, by_trial)] == [asked] * 10
 
 
 @pytest.mark.parametrize(
@@ -179,7 +196,23 @@ async def test_a_deadline_ends_the_trial_and_its_container(
         server.sampling.clear()  # the policy does not answer
         with pytest.raises(TrajectoryFailed, match="environment_timeout"):
             await tried(server, tasks["write-file"], "terminus-2", tmp_path, deadline=60.0)
-        process, _ = harbor._servers[str(PROGRAM), tmp_path]
-        assert process.poll() is None
+        process = harbor._servers[str(PROGRAM), tmp_path].process
+        assert process is not None and process.poll() is None
         process.terminate()  # it ends what it runs
         assert await asyncio.to_thread(process.wait, 90) is not None
+
+
+async def test_what_a_killed_server_leaves_is_removed(bytes_chat: Chat, tasks: dict[str, Task], tmp_path: Path) -> None:
+    async with opened(bytes_chat) as server, asyncio.timeout(180):
+        server.allowed = replace(server.allowed, max_input_length=100_000)
+        server.sampling.clear()  # the policy does not answer
+        playing = asyncio.create_task(tried(server, tasks["write-file"], "terminus-2", tmp_path))
+        while not server.prompts:
+            await asyncio.sleep(0.5)
+        process = harbor._servers[str(PROGRAM), tmp_path].process
+        assert process is not None and podman("ps", "-q")
+        process.kill()
+        with pytest.raises(TrajectoryFailed, match="harbor serve ended with code -9"):
+            await playing
+        while podman("ps", "-aq") or len(podman("network", "ls", "-q").split()) > 1:
+            await asyncio.sleep(0.5)
