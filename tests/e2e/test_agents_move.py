@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -12,16 +13,29 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+import ray
 from openai import OpenAI
 
+from actors.engine.run_player import RunPlayer
+from actors.engine.vllm_engine import VllmEngine, engine_env
+from baton.examples.lookup import vocabulary
+from service.agents.gateway import Gateway
+from service.agents.sessions import session_key
 from service.clock import SystemClock
+from service.config import load_config
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.replaying import message_of
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer
+from service.rollout.environment import Message, Task
+from service.rollout.run_secret import RunSecret
+from service.rollout.step_sinks import StepColumns
+from service.run.preparing.inputs import make_policy
+from service.types import PolicyVersion, TrajectoryId
 from tests.e2e.conftest import QUICK, ROOT, Drive, Driver
 
 pytestmark = pytest.mark.slow
@@ -31,6 +45,10 @@ PAUSE = 0.3
 NOTICED_SECONDS = 20.0
 """From the death of a generator to the line about it; there is none about one that had just begun to start."""
 KILLS = int(os.environ.get("BATON_KILLS", "100"))
+
+RECIPE = ROOT / "configs" / "quickstart.yaml"
+SECRET, SESSIONS, CALLS, WORDS = RunSecret(b"a test"), 24, 8, 40
+AGENT = ["env.name=agent", "env.command=[python]", "agents.max_tokens=65536", "generator.max_input_length=1024"]
 
 
 class Work:
@@ -121,6 +139,76 @@ def test_generators_killed_again_and_again_lose_no_session_and_change_no_acknowl
     said = {name: list(texts) for name, texts in work.said.items()}
     print(f"{sum(map(len, said.values()))} acknowledged answers")
     assert all(journalled[name][: len(texts)] == texts for name, texts in said.items())
+
+
+class Serving:
+    """An engine, and the endpoint of its agents' sessions."""
+
+    async def start(self, folder: Path, sessions: list[TrajectoryId]) -> str:
+        config = load_config([RECIPE], AGENT)
+        self.engine = VllmEngine(config, folder)
+        await self.engine.start(PolicyVersion(1, 0))
+        agents: Any = RunPlayer(config, folder, self.engine, SECRET).agents
+        for session in sessions:
+            agents.session(session, Task("p", (Message(role="user", content=""),), "agent"), StepColumns())
+        await agents.listen()
+        return str(agents.address)
+
+    async def cached(self) -> int:
+        return self.engine.cached_tokens
+
+
+async def talk(http: aiohttp.ClientSession, url: str, session: str) -> int:
+    """The tokens of the prompts of one session's calls."""
+    drawn, headers = random.Random(session), {"Authorization": f"Bearer {session_key(SECRET, session)}"}
+    messages, tokens = list[dict[str, Any]](), 0
+    for _ in range(CALLS):
+        messages.append({"role": "user", "content": " ".join(drawn.choices(vocabulary(), k=WORDS))})
+        body = {"model": "policy", "messages": messages}
+        async with http.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
+            reply = await answer.json()
+            assert answer.status == 200, reply
+        messages.append(reply["choices"][0]["message"])
+        tokens += reply["usage"]["prompt_tokens"]
+        await asyncio.sleep(0.2)
+    return tokens
+
+
+@pytest.mark.full
+def test_sessions_find_as_much_of_their_prompts_in_the_cache_through_the_gateway_as_at_their_own_generator(
+    local_ray: None, tmp_path: Path
+) -> None:
+    config = load_config([RECIPE])
+    make_policy(config.model, config.env, 0, tmp_path / "model")
+    options: Any = {"max_concurrency": 100, "runtime_env": {"env_vars": engine_env(config.generator)}}
+    generators = [ray.remote(Serving).options(**options).remote() for _ in range(2)]
+    sessions = [TrajectoryId(way, number) for way in range(2) for number in range(SESSIONS)]
+    addresses = ray.get([g.start.remote(tmp_path / "model", sessions[k::2]) for k, g in enumerate(generators)])
+
+    def cached() -> int:
+        return sum(ray.get([each.cached.remote() for each in generators]))
+
+    async def continues(of: TrajectoryId) -> bool:
+        return True
+
+    async def shares() -> list[float]:
+        gateway, found = Gateway(SECRET, continues, 600.0), list[float]()
+        through = await gateway.start("127.0.0.1", 0)
+        for number, address in enumerate(addresses):
+            gateway.serves(str(number), address)
+        async with aiohttp.ClientSession() as http:
+            for way, urls in enumerate(([through] * 2, addresses)):
+                before, named = cached(), [f"{way}-{number}-0" for number in range(SESSIONS)]
+                tokens = await asyncio.gather(*(talk(http, urls[n % 2], name) for n, name in enumerate(named)))
+                found.append((cached() - before) / sum(tokens))
+        await gateway.stop()
+        return found
+
+    through, pinned = asyncio.run(shares())
+    print(f"prompt tokens found in the cache: {through:.4f} through the gateway, {pinned:.4f} pinned")
+    for each in generators:
+        ray.kill(each)
+    assert through >= 0.9 * pinned > 0.5
 
 
 def failures(run: Driver) -> int:
