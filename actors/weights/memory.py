@@ -65,7 +65,8 @@ class WeightMemory:
 
 
 class OpenMemory:
-    """The shared memory of another process, opened for reading."""
+    """The shared memory of another process, open for reading as long as this object lives; tensors of it remain valid
+    afterwards."""
 
     def __init__(self, path: str) -> None:
         """Open the memory by its path; it remains valid when its owner ends.
@@ -84,15 +85,11 @@ class OpenMemory:
         self.octets = _map(self._fd)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}#{number}"
         """The path by which another process opens the memory while this process has it open."""
-        self._end = finalize(self, os.close, self._fd)
+        finalize(self, os.close, self._fd)
 
     def version(self, buffer: int) -> int:
         """Return the version of a buffer."""
         return int(_versions(self.octets)[buffer])
-
-    def close(self) -> None:
-        """Close the file descriptor; tensors of this memory remain valid."""
-        self._end()
 
 
 def _map(fd: int) -> Tensor:

@@ -50,21 +50,23 @@ class WeightFile:
     """The weights file of one version, opened for reading."""
 
     def __init__(self, version: int, sources: Sequence[Source], kept: dict[str, OpenMemory] | None = None) -> None:
-        """Open the file. `kept`: memory that stays open from one version to the next, by inode number; if such memory
-        has to be opened here, it is added to `kept`.
+        """Open the file. `kept`: memory that stays open from one version to the next, by inode number; what the file
+        needs is added, and what it does not need, as of ranks that have ended, is removed.
 
         Raises:
             WeightsGone: a holder has ended, or has another version.
         """
         self._version, self._sources = version, [source for source in sources if source.part.spans]
-        self._kept, self._memories = kept, dict[str, OpenMemory]()  # all memory regions of the file, by path
-        try:
-            for source in self._sources:
-                self._memories[source.path] = self._memories.get(source.path) or self._opened(source.path)
-            self.check()
-        except WeightsGone:
-            self.close()
-            raise
+        kept = {} if kept is None else kept
+        paths = {source.path.partition("#")[2]: source.path for source in self._sources}
+        for number in kept.keys() - paths:
+            del kept[number]
+        for number in paths.keys() - kept:
+            kept[number] = OpenMemory(paths[number])
+            register(kept[number].octets)
+        self._memories = {path: kept[number] for number, path in paths.items()}
+        """All memory regions of the file, by path."""
+        self.check()
         self._spans = sorted(
             (
                 (at, n_bytes, self._memories[source.path].octets, source.start + end - n_bytes)
@@ -76,14 +78,6 @@ class WeightFile:
         self._starts = [at for at, *_ in self._spans]
         self._read = set[int]()
         """The positions of the tensors of which values were read."""
-
-    def _opened(self, path: str) -> OpenMemory:
-        if self._kept is None:
-            return OpenMemory(path)
-        if (number := path.partition("#")[2]) not in self._kept:
-            self._kept[number] = OpenMemory(path)
-            register(self._kept[number].octets)
-        return self._kept[number]
 
     @property
     def n_bytes(self) -> int:
@@ -171,22 +165,14 @@ class WeightFile:
         return {"version": self._version, "sources": sources}
 
     def close(self) -> None:
-        """Close the file's shared memory, unless it is kept; tensors read from it remain valid."""
-        for memory in self._memories.values() if self._kept is None else ():
-            memory.close()
+        """Give up the file's memory, which is then closed unless it is kept; tensors read from it remain valid."""
+        self._memories, self._spans = {}, []
 
 
 def file_of(info: Mapping[str, Any], kept: dict[str, OpenMemory]) -> WeightFile:
-    """Open a weights file that another process has open; `info` comes from `WeightFile.info` of that process. `kept`:
-    open memory by rank, as in `WeightFile`; what belongs to ranks that the file does not name is closed.
-
-    Raises:
-        what `WeightFile` raises.
-    """
+    """Open a weights file that another process has open; `info` comes from `WeightFile.info` of that process. `kept`,
+    and what is raised: as for `WeightFile`."""
     sources = [Source(WeightPart.of_spans(spans), *where) for spans, *where in info["sources"]]
-    numbers = {source.path.partition("#")[2] for source in sources}
-    for number in kept.keys() - numbers:  # of ranks that have ended
-        kept.pop(number).close()
     return WeightFile(info["version"], sources, kept)
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -54,8 +53,8 @@ class Holder(ImageHolder):
 
     async def mapped(self, path: str, version: PolicyVersion, n_bytes: int) -> tuple[str, bytes]:
         """Which file it is, and what is in it."""
-        with closing(WeightFile(version.pack(), at(path, n_bytes))) as file:
-            return path.partition("#")[2], file.read(0, n_bytes).numpy().tobytes()
+        file = WeightFile(version.pack(), at(path, n_bytes))
+        return path.partition("#")[2], file.read(0, n_bytes).numpy().tobytes()
 
 
 @pytest.fixture

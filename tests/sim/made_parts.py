@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,13 +187,13 @@ class SimEngine:
         """Pull the rows one after another: all are of this version."""
         if self.core_died:
             raise RunFailed("the engine died: EngineDeadError")
-        with closing(WeightFile(version.pack(), sources)) as file:
-            tensors = dict(file.tensors())
-            rows = []
-            for row in tensors["w"]:
-                await asyncio.sleep(0.2 / len(tensors["w"]))
-                rows.append(row.clone())
-            file.check()
+        file = WeightFile(version.pack(), sources)
+        tensors = dict(file.tensors())
+        rows = []
+        for row in tensors["w"]:
+            await asyncio.sleep(0.2 / len(tensors["w"]))
+            rows.append(row.clone())
+        file.check()
         if not (torch.stack(rows) == version.step).all():
             raise ValueError(f"weights of {version} are {rows}")
         self.serving = version

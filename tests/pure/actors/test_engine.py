@@ -22,7 +22,7 @@ from safetensors.torch import save
 import actors.engine.vllm_arguments
 import actors.engine.vllm_engine
 from actors.engine.vllm_engine import WARM_UP, VllmEngine, supports
-from actors.weights.memory import OpenMemory, WeightMemory
+from actors.weights.memory import WeightMemory
 from actors.weights.part import Source
 from actors.weights.policy_tensors import ADAPTER_ID, PolicySize, encode_announcement
 from actors.weights.pulled import file_of
@@ -78,13 +78,8 @@ class FakeVllm:
     def load(self, info: dict[str, Any]) -> None:
         """Read what a worker would pull."""
         if "sources" in info:
-            kept: dict[str, OpenMemory] = {}
-            try:
-                file = file_of(info, kept)
-                self.loaded.append(file.read(0, file.n_bytes).numpy().tobytes())
-            finally:
-                for memory in kept.values():
-                    memory.close()
+            file = file_of(info, {})
+            self.loaded.append(file.read(0, file.n_bytes).numpy().tobytes())
 
     async def generate(
         self, prompt: dict[str, Any], params: Any, request_id: str, lora_request: Any

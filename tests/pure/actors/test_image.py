@@ -5,7 +5,6 @@ import gc
 import json
 import os
 import threading
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +37,9 @@ def read(image: WeightMemory) -> WeightFile:
 def take(data: bytes, size: PolicySize = UNTIED_SIZE) -> None:
     """Let an engine find out whether these are the weights of its policy, after the image is given back."""
     image = image_of(data)
-    with closing(read(image)) as file:
-        image.close()
-        size.check((name, stored.shape) for name, stored in file.stored().items())
+    file = read(image)
+    image.close()
+    size.check((name, stored.shape) for name, stored in file.stored().items())
 
 
 def descriptors() -> int:
@@ -55,18 +54,18 @@ def octets(*numbers: int) -> np.ndarray:
 async def test_an_image_has_its_version_from_its_last_bucket_on_and_a_spoilt_or_repeated_one_changes_nothing() -> None:
     holder = ImageHolder()
     path = await holder.hold_image(7, 6)
-    with closing(OpenMemory(path)) as memory:
-        for start in (4, 2, 2, 0):
-            assert memory.version(0) == NO_VERSION
-            for spoilt in (octets(8, 8), octets(start), octets(start, start + 1, 9)):
-                with pytest.raises(ValueError, match="have the checksum"):
-                    await holder.write_image(7, bucket_of(octets(start, start + 1), start), spoilt)
-            await holder.write_image(7, bucket_of(octets(start, start + 1), start), octets(start, start + 1))
-        assert memory.version(0) == 7
-        await holder.write_image(7, bucket_of(octets(9, 9), 4), octets(9, 9))
-        assert [*content(holder._memory)] == [0, 1, 2, 3, 4, 5], "what is whole is not written again"
-        assert await holder.hold_image(7, 6) == path and memory.version(0) == 7
-        assert await holder.hold_image(8, 6) == path and memory.version(0) == NO_VERSION, "in the same memory"
+    memory = OpenMemory(path)
+    for start in (4, 2, 2, 0):
+        assert memory.version(0) == NO_VERSION
+        for spoilt in (octets(8, 8), octets(start), octets(start, start + 1, 9)):
+            with pytest.raises(ValueError, match="have the checksum"):
+                await holder.write_image(7, bucket_of(octets(start, start + 1), start), spoilt)
+        await holder.write_image(7, bucket_of(octets(start, start + 1), start), octets(start, start + 1))
+    assert memory.version(0) == 7
+    await holder.write_image(7, bucket_of(octets(9, 9), 4), octets(9, 9))
+    assert [*content(holder._memory)] == [0, 1, 2, 3, 4, 5], "what is whole is not written again"
+    assert await holder.hold_image(7, 6) == path and memory.version(0) == 7
+    assert await holder.hold_image(8, 6) == path and memory.version(0) == NO_VERSION, "in the same memory"
     with pytest.raises(WeightsGone, match="a newer version"):
         await holder.hold_image(7, 6)
     assert await holder.hold_image(9, 5) != path, "it has another size"
@@ -139,8 +138,9 @@ def test_another_image_that_has_the_descriptor_of_one_that_was_given_back_is_not
     for path in (old.path, "/proc/1/fd/12345", "/nowhere"):
         with pytest.raises(WeightsGone, match=f"the weights at {path} are gone"):
             WeightFile(0, at(path, 8))
-    with closing(OpenMemory(new.path)) as own:
-        assert not any(os.get_inheritable(int(file_at(path).name)) for path in (new.path, own.path))
-    read(new).close()
+    own = OpenMemory(new.path)
+    assert not any(os.get_inheritable(int(file_at(path).name)) for path in (new.path, own.path))
+    read(new)
+    del own
     new.close()
     assert descriptors() == before

@@ -1,6 +1,5 @@
 """The parts of the ranks are together one file of weights, whatever the rows that each rank has."""
 
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -67,9 +66,9 @@ def test_a_copy_that_fails_leaves_no_version_and_the_next_one_is_readable(
             patch.setattr(part_buffers, fails, refused)
         copied(6, {"a": torch.ones(4 if fails == "copy" else 80), "b": torch.ones(4, device="meta")}, [rank])
     assert [rank.bucket(version, 0, rank.part.n_bytes) for version in (5, 6)] == [None, None]
-    with closing(OpenMemory(rank.source.path)) as memory:
-        assert 6 not in (memory.version(0), memory.version(1))
-        assert fails != "copy" or memory.version(rank.source.buffer) == NO_VERSION, "its bytes are of both versions"
+    memory = OpenMemory(rank.source.path)
+    assert 6 not in (memory.version(0), memory.version(1))
+    assert fails != "copy" or memory.version(rank.source.buffer) == NO_VERSION, "its bytes are of both versions"
     copied(7, later := {"a": torch.full((4,), 7.0), "b": torch.zeros(4)}, [rank])
     assert Path(rank.source.path.partition("#")[0]).exists()
     assert all(torch.equal(tensor, later[name]) for name, tensor in in_buckets(7, [rank]).items())

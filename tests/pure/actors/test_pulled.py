@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from contextlib import closing
 
 import pytest
 import torch
@@ -56,7 +55,8 @@ LOADERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 def test_a_loader_gets_its_part_and_only_the_rows_of_it_are_read(loader: str, n_ranks: int, inference: bool) -> None:
     take, n_rows = LOADERS[loader]
     ranks = copied(1, WEIGHTS, n_ranks)
-    with closing(Counting(1, sources(ranks))) as file, torch.inference_mode(inference):
+    file = Counting(1, sources(ranks))
+    with torch.inference_mode(inference):
         tensors = dict(file.tensors())
         assert all(tensors[name].shape == tensor.shape for name, tensor in WEIGHTS.items())
         file.read_bytes = 0
@@ -69,37 +69,37 @@ def test_a_loader_gets_its_part_and_only_the_rows_of_it_are_read(loader: str, n_
 
 def test_shape_and_type_of_a_view_and_what_vllm_only_counts_are_not_read() -> None:
     ranks = copied(1, WEIGHTS, 2)
-    with closing(Counting(1, sources(ranks))) as file:
-        tensors = dict(file.tensors())
-        file.read_bytes = 0
-        torch.empty(5, 6, device="meta").copy_(tensors["a"])
-        view = tensors["c"][1:3, :, 1]
-        assert (view.shape, view.dtype, view.device, view.dim()) == ((2, 3), torch.float32, CPU, 2)
-        assert isinstance(view, PulledTensor) and file.read_bytes == 0
-        assert {*file.unread()} == {*WEIGHTS}
-        torch.empty(2, 3).copy_(view)
-        assert {*file.unread()} == {*WEIGHTS} - {"c"}
+    file = Counting(1, sources(ranks))
+    tensors = dict(file.tensors())
+    file.read_bytes = 0
+    torch.empty(5, 6, device="meta").copy_(tensors["a"])
+    view = tensors["c"][1:3, :, 1]
+    assert (view.shape, view.dtype, view.device, view.dim()) == ((2, 3), torch.float32, CPU, 2)
+    assert isinstance(view, PulledTensor) and file.read_bytes == 0
+    assert {*file.unread()} == {*WEIGHTS}
+    torch.empty(2, 3).copy_(view)
+    assert {*file.unread()} == {*WEIGHTS} - {"c"}
 
 
 def test_a_loader_that_would_write_into_the_ranks_memory_is_refused() -> None:
     ranks = copied(1, WEIGHTS, 1)
-    with closing(WeightFile(1, sources(ranks))) as file:
-        part = dict(file.tensors())["a"][2:]
-        with pytest.raises(TypeError, match=r"mul_.* would change weights that other processes read"):
-            part.mul_(2)
-        with pytest.raises(TypeError, match="would change weights"):
-            part[0] = 0
-        assert torch.equal(part.clone(), WEIGHTS["a"][2:])
+    file = WeightFile(1, sources(ranks))
+    part = dict(file.tensors())["a"][2:]
+    with pytest.raises(TypeError, match=r"mul_.* would change weights that other processes read"):
+        part.mul_(2)
+    with pytest.raises(TypeError, match="would change weights"):
+        part[0] = 0
+    assert torch.equal(part.clone(), WEIGHTS["a"][2:])
 
 
 def test_a_version_that_is_replaced_while_it_is_read_is_gone() -> None:
     ranks = copied(1, WEIGHTS, 2)
-    with closing(WeightFile(1, sources(ranks))) as file:
-        copied(2, WEIGHTS, ranks)
-        file.check()  # the other buffer was filled
-        ranks[1].copy(3, on_ranks(WEIGHTS, 2)[1], torch.float32)
-        with pytest.raises(WeightsGone, match="version"):
-            file.check()
+    file = WeightFile(1, sources(ranks))
+    copied(2, WEIGHTS, ranks)
+    file.check()  # the other buffer was filled
+    ranks[1].copy(3, on_ranks(WEIGHTS, 2)[1], torch.float32)
+    with pytest.raises(WeightsGone, match="version"):
+        file.check()
     with pytest.raises(WeightsGone, match="version 2, not 3"):
         WeightFile(3, sources(ranks))
 
@@ -109,22 +109,24 @@ def test_memory_that_stays_is_opened_once_and_goes_with_ranks_that_were_replaced
     before = len(os.listdir("/proc/self/fd"))
     for version in (2, 3, 4):
         copied(version, WEIGHTS, ranks)
-        with closing(WeightFile(version, sources(ranks))) as given, closing(file_of(given.info(), kept)) as file:
-            assert torch.equal(dict(file.tensors())["c"].clone(), WEIGHTS["c"])
-            opened = set(kept.values())
+        given = WeightFile(version, sources(ranks))
+        file = file_of(given.info(), kept)
+        assert torch.equal(dict(file.tensors())["c"].clone(), WEIGHTS["c"])
+        opened = set(kept)
+        del given, file
     assert len(opened) == 2 and len(os.listdir("/proc/self/fd")) == before + 2
     others = copied(1, WEIGHTS, 1)
-    with closing(WeightFile(1, sources(others))) as given, closing(file_of(given.info(), kept)):
-        assert not opened & set(kept.values())
-    kept.popitem()[1].close()
+    file_of(WeightFile(1, sources(others)).info(), kept)
+    assert not opened & set(kept)
+    kept.clear()
     assert len(os.listdir("/proc/self/fd")) == before + 1, "that of the other rank itself"
 
 
 def test_weights_of_a_rank_that_has_ended_stay_readable_for_who_had_opened_them() -> None:
     (rank,) = copied(1, WEIGHTS, 1)
-    with closing(WeightFile(1, sources([rank]))) as file:
-        place = sources([rank])
-        rank._memory.close()
-        assert torch.equal(dict(file.tensors())["a"].clone(), WEIGHTS["a"])
-        with pytest.raises(WeightsGone, match="are gone"):
-            WeightFile(1, place)
+    file = WeightFile(1, sources([rank]))
+    place = sources([rank])
+    rank._memory.close()
+    assert torch.equal(dict(file.tensors())["a"].clone(), WEIGHTS["a"])
+    with pytest.raises(WeightsGone, match="are gone"):
+        WeightFile(1, place)
