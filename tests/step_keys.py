@@ -3,10 +3,11 @@
 import re
 from collections.abc import Iterable
 
-from service.observe.metrics_table import MEANINGS
+from service.observe.metrics_table import STEP_KEYS, TABLE
 
 _NAME = re.compile(r"<\w+>")
-_KEYS = re.compile("|".join(".+".join(map(re.escape, _NAME.split(key))) for key in MEANINGS))
+_MEANT = {*STEP_KEYS, *(metric.key for metric in TABLE if metric.key)}
+_KEYS = re.compile("|".join(".+".join(map(re.escape, _NAME.split(key))) for key in _MEANT))
 
 
 def without_meaning(keys: Iterable[str]) -> list[str]:

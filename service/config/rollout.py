@@ -110,10 +110,6 @@ class DataConfig(Section):
 AGENT = "agent"
 """The value of `env.name` with which the command `env.command` plays each trajectory."""
 
-PLACEHOLDERS = ("prompt", "prompt_file", "folder", "base_url", "seed")
-"""Names that have a value for each trajectory; `{name}` in `env.command` and `env.variables` is replaced by the
-value."""
-
 OWN_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")
 """Environment variables that Baton sets to the address and the key of an agent's session."""
 

@@ -239,6 +239,3 @@ STEP_KEYS: dict[str, str] = {
     "eval/<set>/lost_trajectories": "Evaluated trajectories that engine or environment lost; no mean counts them.",
     "environment/<environment>/<name>": "Mean of the environment's `info` over the mini-batch's trajectories.",
 }
-
-MEANINGS: dict[str, str] = {metric.key: metric.help for metric in reversed(TABLE) if metric.key} | STEP_KEYS
-"""The meaning of every key of `metrics.jsonl`."""
