@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,10 +62,6 @@ class EngineSettings(NamedTuple):
     seed: int
     sequences: int
     """Maximum number of requests that run at once."""
-    row_tokens: int
-    """Maximum number of tokens in a row, that is in a training sequence: prompts and responses."""
-    request_bytes: Callable[[Any], int]
-    """A function that returns the bytes of the longest request in the KV cache, given the model's configuration."""
 
     @staticmethod
     def of(config: Config) -> EngineSettings:
@@ -79,8 +74,6 @@ class EngineSettings(NamedTuple):
             BACKENDS[config.weights.transport],
             config.run.seed,
             min(MAX_SEQUENCES, groups * config.algorithm.n_samples_per_prompt),
-            config.generator.longest_row,
-            lambda model: request_bytes(model, config.generator, config.model.dtype),
         )
 
 
@@ -118,7 +111,7 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
         "dtype": model.dtype,
         "seed": settings.seed,
         "tensor_parallel_size": generator.tensor_parallel_size,
-        "max_model_len": settings.row_tokens,
+        "max_model_len": generator.longest_row,
         "max_num_seqs": settings.sequences,
         "enforce_eager": generator.enforce_eager,
         "enable_prefix_caching": True,
@@ -190,14 +183,14 @@ def can_overflow(settings: EngineSettings, model_folder: Path) -> bool:
     because the size of the cache is known only after the start there."""
     if on_gpu():
         return True
-    needed = settings.sequences * settings.request_bytes(read_config(model_folder))
+    needed = settings.sequences * request_bytes(read_config(model_folder), settings.generator, settings.model.dtype)
     return _cpu_kv_cache_bytes(settings, model_folder) < needed
 
 
 def _cpu_kv_cache_bytes(settings: EngineSettings, model_folder: Path) -> int:
     """By default the cache holds all requests at their maximum length, with at most `CPU_KV_CACHE_BYTES`, but at least
     two requests."""
-    longest = settings.request_bytes(read_config(model_folder))
+    longest = request_bytes(read_config(model_folder), settings.generator, settings.model.dtype)
     usual = max(min(settings.sequences * longest, CPU_KV_CACHE_BYTES), 2 * longest)
     size = settings.generator.kv_cache_bytes or usual
     weights = sum(file.stat().st_size for file in weight_files(model_folder))

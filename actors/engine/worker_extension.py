@@ -318,9 +318,5 @@ end_with_owner()
 drop(LOADS, ROUNDED)
 drop(RELOADS, ROTARY)
 drop(RELOADS, TIED_HEAD)
-for backend, engine in (
-    (PULL_BACKEND, PullingEngine),
-    (IPC_BACKEND, IpcWeightEngine),
-):
-    if backend not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(backend, engine)
+WeightTransferEngineFactory.register_engine(PULL_BACKEND, PullingEngine)
+WeightTransferEngineFactory.register_engine(IPC_BACKEND, IpcWeightEngine)
