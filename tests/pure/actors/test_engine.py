@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -176,6 +177,7 @@ def imaged(data: bytes, version: PolicyVersion = NEW) -> list[Source]:
 
 def files_open() -> int:
     """Files of weights that this process has open, beside the images."""
+    gc.collect()  # errors that refer to the memory of which they speak
     own = Path("/proc/self/fd")
     opened = sum("baton-weights" in os.readlink(own / fd) for fd in os.listdir(own) if (own / fd).is_symlink())
     return opened - len(IMAGES)

@@ -116,9 +116,11 @@ def test_memory_that_stays_is_opened_once_and_goes_with_ranks_that_were_replaced
         del given, file
     assert len(opened) == 2 and len(os.listdir("/proc/self/fd")) == before + 2
     others = copied(1, WEIGHTS, 1)
-    file_of(WeightFile(1, sources(others)).info(), kept)
+    given = WeightFile(1, sources(others))
+    file_of(given.info(), kept)
     assert not opened & set(kept)
     kept.clear()
+    del given
     assert len(os.listdir("/proc/self/fd")) == before + 1, "that of the other rank itself"
 
 
