@@ -17,8 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+import psutil
+
 LOCK = ".lock"
 LOCK_POLL_SECONDS = 0.02
+LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Files with the most bytes of memory that a container may have, or with a word if there is no limit."""
 
 
 def matching(path: Path) -> list[Path]:
@@ -154,3 +158,9 @@ def sync(path: Path) -> None:
 def is_written_through(file: Path) -> bool:
     """True if a file is a link, a pipe or a device: these are written to, and not replaced by a new file."""
     return file.is_symlink() or (file.exists() and not file.is_file())
+
+
+def free_memory() -> int:
+    """Bytes of memory that are free on this machine, at most those that its container may have."""
+    texts = [file.read_text().strip() for file in LIMITS if file.exists()]
+    return min([psutil.virtual_memory().available, *(int(text) for text in texts if text.isdecimal())])

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TextIO
 
@@ -29,6 +30,7 @@ from service.handoff.buffer_settings import SYNC_SECONDS
 from service.handoff.claims import WaitingClaims
 from service.handoff.journal.journal import Journal
 from service.handoff.leases import BatchJob
+from service.handoff.ledger.events import GroupState
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.scoring import Scoring
 from service.handoff.steps.values import Routing
@@ -273,9 +275,10 @@ class BufferActor(Supervised):
         """Return a sample of the trajectories that ended untrained since the last lease."""
         return self._lost.take()
 
-    async def scorer_failures(self) -> tuple[dict[tuple[str, str], str], dict[str, tuple[int, float]]]:
-        """Return the message about the first failure for each (scorer, reason), and `Scoring.refused`."""
-        return self._buffer.scoring.failures, self._buffer.scoring.refused()
+    async def scorer_failures(self) -> tuple[dict[tuple[str, str], str], dict[str, tuple[int, float]], float]:
+        """Return the message about the first failure for each (scorer, reason), `Scoring.refused`, and the seconds for
+        which leases have waited for scorers."""
+        return self._buffer.scoring.failures, self._buffer.scoring.refused(), self._telemetry.waited_for_scorers
 
     async def status(self) -> dict[str, Any]:
         """Return the status of the buffer."""
@@ -292,11 +295,12 @@ class BufferActor(Supervised):
         deadline = time.monotonic() + wait_seconds
         answer = self._buffer.begin_lease(incarnation)
         while isinstance(answer, Wait) and (left := deadline - time.monotonic()) > 0:
-            try:
+            began, scoring, playing = time.monotonic(), len(self._buffer.ledger.scoring), self._buffer.ledger.in_state
+            with suppress(TimeoutError):
                 async with self._changed:
                     await asyncio.wait_for(self._changed.wait(), left)
-            except TimeoutError:
-                break
+            unfinished = scoring + playing[GroupState.ISSUED] + playing[GroupState.OPEN]
+            self._telemetry.waited_for_scorers += scoring / max(unfinished, 1) * (time.monotonic() - began)
             answer = self._buffer.begin_lease(incarnation)
         if not isinstance(answer, Wait):
             await self._settled()

@@ -14,6 +14,7 @@ from actors.observe.telemetry import RunTelemetry
 from service.config import Config
 from service.errors import RunFailed
 from service.handoff.verbs import Wait
+from service.observe.bound_by import SCORERS
 from service.observe.not_learning import LogprobCheck, after_warm_start
 from service.run.liveness.repeated_failures import FailureWatch
 from service.run.liveness.supervisor import Supervisor
@@ -46,7 +47,9 @@ class RunObserver:
         self._config, self._folder, self._say, self._supervisor = config, folder, say, supervisor
         self.telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads)
         resumes, seconds = bool(config.trainer.checkpoint_every), self.telemetry.states.seconds
-        self.progress = Progress(config.run.max_steps, tuple(config.roles), resumes, folder, say, seconds)
+        self.progress = Progress(
+            config.run.max_steps, tuple(config.roles), resumes, folder, say, lambda: {**seconds(), SCORERS: self.scored}
+        )
         samples = config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt
         self._failures = FailureWatch(2 * samples, say, self.telemetry.failing)
         self._logprobs = LogprobCheck(config.weights)
@@ -54,6 +57,7 @@ class RunObserver:
         self._targets = ScrapeTargets(folder.path, folder.write_targets)
         self._waits_for = ""
         self._bad_steps = 0
+        self.scored = 0.0
 
     def step(self, step: int) -> AbstractContextManager[None]:
         """Within the block, a line says from time to time what the step waits for."""
@@ -69,10 +73,11 @@ class RunObserver:
         return self._waits_for + (f"; restarting: {', '.join(lost)}" if lost else "")
 
     def scorers_failed(
-        self, failures: Mapping[tuple[str, str], str], in_a_row: Mapping[str, tuple[int, float]]
+        self, failures: Mapping[tuple[str, str], str], in_a_row: Mapping[str, tuple[int, float]], waited: float
     ) -> None:
         """Name the scorers that fail; `RunFailed` if one gave no good answer about the groups of two mini-batches in a
-        row, nor for `run.stall_deadline` if it gave some before. For the arguments see `Scoring`."""
+        row, nor for `run.stall_deadline` if it gave some before. For the arguments see `Buffer.scorer_failures`."""
+        self.scored = waited
         self._failures.name_scorers(failures)
         for scorer, (refused, seconds) in in_a_row.items():
             if refused >= 2 * self._config.trainer.mini_batch_size and seconds >= self._config.run.stall_deadline:

@@ -57,7 +57,7 @@ def _sft(config: Config, model: Path, train: Rows, held_out: Held, folder: RunWr
     folder.begin(resolved_yaml(config), config.metrics.wandb, model)
     steps, batch, rows = config.run.max_steps, config.trainer.mini_batch_size, len(train)
     say(f"run folder: {folder.path}")
-    say(f"{steps} steps of {batch} out of {rows} conversations: {steps * batch / rows:.2f} epochs")
+    say(f"{steps} optimizer steps of {batch} conversations; the data has {rows}: {steps * batch / rows:.2f} epochs")
     with ExitStack() as held:
         with phase("starting Ray"):
             held.enter_context(ray_session(config, uuid.uuid4().hex[:12], folder.path / LOGS))

@@ -7,12 +7,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from actors.weights.cuda_ipc import IPC_BACKEND
 from service.config import Config, LoraConfig, ModelConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import UserError
+from service.files import free_memory
 from service.learn.model.hf_config import read_config
 from service.model_folder import EXPERTS, model_config, text_part, weight_files
 from service.plan.memory import BLOCK_TOKENS, request_bytes
@@ -195,7 +194,7 @@ def _cpu_kv_cache_bytes(settings: EngineSettings, model_folder: Path) -> int:
     size = settings.generator.kv_cache_bytes or usual
     weights = sum(file.stat().st_size for file in weight_files(model_folder))
     needed = settings.generator.engine_gpus * (ENGINE_BYTES + size) + weights
-    available = psutil.virtual_memory().available
+    available = free_memory()
     if needed > available:
         raise UserError(
             f"an engine needs {needed >> 20} MiB for {model_folder} and its KV cache, {available >> 20} MiB are free: "

@@ -119,7 +119,7 @@ class BufferTelemetry(Reporter):
         self._buffer = buffer
         self.batches = LeasedBatches(self.metrics)
         self._began = time.monotonic()
-        self._syncing, self._syncs = 0.0, 0
+        self._syncing, self._syncs, self.waited_for_scorers = 0.0, 0, 0.0
 
     def leased(self, lease: int, groups: Sequence[int], began: float) -> None:
         """Record a mini-batch that was formed and encoded; `began`: the time at which its forming began."""
@@ -141,8 +141,8 @@ class BufferTelemetry(Reporter):
         status = self._buffer.status()
         growing = {state: status.groups.get(state, 0) for state in ("issued", "open", "complete", "leased")}
         self.trace.counter("groups", growing)
-        idle = time.monotonic() - self._began - self._syncing
+        idle = time.monotonic() - self._began - self._syncing - self.waited_for_scorers
         metrics.count_to("baton_journal_syncs_total", self._syncs)
-        measure_states(metrics, {"syncing": self._syncing, "idle": idle})
+        measure_states(metrics, {"syncing": self._syncing, "scorers": self.waited_for_scorers, "idle": idle})
         measure_buffer(metrics, status, self._limit_bytes, REASONS)
         self.report("buffer", buffer_report(status, time.time()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from service.cli.recipes import add_settings
@@ -53,40 +54,47 @@ def show(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Check a configuration and the files that it names; prints a note for a missing file, which another machine may
     have."""
+    from service.config.checks import check
+    from service.config.core_settings import advantage_rule
     from service.config.load import checked_config
-    from service.config.paths import check_paths
+    from service.config.paths import check_paths, with_absolute_paths
+    from service.rollout.check_inputs import check_inputs
+    from service.rollout.environments.registry import SyntheticFunction
+    from service.rollout.prompts.first_prompts import notes_of_prompts
+    from service.scorers.user import check_scorers
 
-    config, source = checked_config(arguments, overrides)
+    config, source = checked_config(arguments, overrides, is_checked=False)
+    model, has_agents = config.model, config.agents is not None
+    functions: tuple[SyntheticFunction, ...] = () if model.make is None else ("vocabulary",)
+    functions += () if model.warm_start is None else ("demonstrations",)
+    missing: list[str] = []
+    looks: list[Callable[[], object]] = [
+        lambda: check(config),
+        lambda: missing.extend(check_paths(config, here=False)),
+        lambda: check_inputs(config.env, config.data, config.run.seed, has_agents, functions),
+        lambda: check_scorers(config.scorers),
+        lambda: advantage_rule(config),
+    ]
+    if ":" in config.algorithm.loss:  # the names of built-in losses are known without loading torch
+        from service.learn.losses.policy_losses import loss_named
+
+        looks.append(lambda: loss_named(config.algorithm.loss))
+    if model.adapter is not None:
+        from service.run.preparing.inputs import check_first_adapter
+
+        looks.append(lambda: check_first_adapter(with_absolute_paths(config).model))
+    found: dict[str, str] = {}
+    for look in looks:
+        try:
+            look()
+        except UserError as error:
+            found |= {of: line for line in str(error).splitlines() if (of := line.partition(": ")[0]) not in found}
     with source.named_in_errors():
-        missing = check_paths(config, here=False)
-        from service.config.core_settings import advantage_rule
-        from service.rollout.check_inputs import check_inputs
-        from service.rollout.environments.registry import SyntheticFunction
-        from service.scorers.user import check_scorers
-
-        model = config.model
-        functions: tuple[SyntheticFunction, ...] = () if model.make is None else ("vocabulary",)
-        functions += () if model.warm_start is None else ("demonstrations",)
-        check_inputs(config.env, config.data, config.run.seed, config.agents is not None, functions)
-        check_scorers(config.scorers)
-        advantage_rule(config)
-        if ":" in config.algorithm.loss:  # the names of built-in losses are known without loading torch
-            from service.learn.losses.policy_losses import loss_named
-
-            loss_named(config.algorithm.loss)
-        if config.model.adapter is not None:
-            from service.config.paths import with_absolute_paths
-            from service.run.preparing.inputs import check_first_adapter
-
-            check_first_adapter(with_absolute_paths(config).model)
+        if found:
+            raise UserError("\n".join([*found.values(), *missing]))
         estimates = _estimates(config)
-        from service.rollout.prompts.first_prompts import notes_of_prompts
-
-        prompts = (
-            notes_of_prompts(model, config.data, config.env, config.generator, config.run.seed)
-            if config.agents is None
-            else []
-        )
+        at = model, config.data, config.env, config.generator, config.run.seed
+        prompts = [] if has_agents else notes_of_prompts(*at)
     for line in (*(f"note: {line}" for line in (*missing, *config.notes, *prompts)), *estimates):
         print(line)
     files = ", ".join(str(file) for file in arguments.config)

@@ -1,9 +1,8 @@
 """Divides the time of a run among its parts, by what the actors measured in the last minutes.
 
     the driver's time   trainer, weights, journal, checkpoint, evaluation, and the wait for a mini-batch
-    its wait            divided among the groups that were not ready: those that wait for a scorer, and those that are
-                        played, in proportion to the measured seconds of their trajectories (engines, environment,
-                        weights, journal)
+    its wait            for scorers, as the buffer measured it; the rest is divided in proportion to the measured
+                        seconds of trajectories (engines, environment, weights, journal)
 
 The part with the largest share binds the run.
 """
@@ -28,7 +27,7 @@ SYNCS_OF_GROUP = 3.0
 """Number of syncs of the journal for which each trajectory waits in addition to its own time. On average, the claim of
 its group comes in the middle of a sync, so it waits for half a sync and for the whole next sync; the end of the group
 waits for as long."""
-WAITING = "waiting"
+WAITING, SCORERS = "waiting", "scorers"
 STATES = {
     "step": "trainer",
     "bookkeeping": "trainer",
@@ -48,7 +47,7 @@ TRAJECTORY = {
 }
 """The part of the run to which each part of a trajectory's time counts; an agent's own work counts as environment."""
 STATE, SECONDS, STEPS = "baton_state_seconds_total", "baton_trajectory_seconds", "baton_optimizer_steps_total"
-SYNCS, GROUPS = "baton_journal_syncs_total", "baton_buffer_groups"
+SYNCS = "baton_journal_syncs_total"
 
 Totals = dict[tuple[str, str, str], float]
 """What the actors counted since they started, by metric, actor (`role/ident`) and label."""
@@ -60,10 +59,8 @@ Shares = dict[str, Any]
 
 
 def bound_by(grown: Totals, seconds: float) -> Shares | None:
-    """Divide the time of a window of this length among the parts; None if it has too few optimizer steps.
-
-    `grown`: the increase of the totals over the window; the totals of `GROUPS` are in group-seconds.
-    """
+    """Divide the time of a window of this length among the parts; None if it has too few optimizer steps. `grown`: the
+    increase of the totals over the window."""
     found = _sums(grown, STATE, "driver")
     total = found[WAITING] + sum(found[state] for state in STATES)
     if sum(_sums(grown, STEPS).values()) < MIN_STEPS or not total:
@@ -72,8 +69,9 @@ def bound_by(grown: Totals, seconds: float) -> Shares | None:
     for state, part in STATES.items():
         if found[state]:
             shares[part] += found[state] / total
+    shares[SCORERS] = scored = min(_sums(grown, STATE, "buffer")[SCORERS], found[WAITING]) / total
     for part, share in _of_generation(grown).items():
-        shares[part] += share * found[WAITING] / total
+        shares[part] += share * (found[WAITING] / total - scored)
     playing = _sums(grown, STATE, "generator")
     idle = playing.pop(WAITING, 0.0)
     whole = idle + sum(spent for state, spent in playing.items() if state not in ("starting", "evaluating"))
@@ -85,7 +83,7 @@ def bound_by(grown: Totals, seconds: float) -> Shares | None:
 
 
 def _of_generation(grown: Totals) -> dict[str, float]:
-    """The fraction of each part in the time of the groups that were not ready; they sum to 1."""
+    """The fraction of each part in the time of trajectories; they sum to 1."""
     parts: defaultdict[str, float] = defaultdict(float)
     for part, spent in _sums(grown, f"{SECONDS}_sum").items():
         parts[TRAJECTORY[part]] += spent
@@ -94,11 +92,8 @@ def _of_generation(grown: Totals) -> dict[str, float]:
         parts["journal"] += SYNCS_OF_GROUP * played * _sums(grown, STATE, "buffer")["syncing"] / syncs
     if not sum(parts.values()):
         parts["engines"] = 1.0  # no trajectory has ended in the window
-    groups = _sums(grown, GROUPS)
-    scoring, of = groups["scoring"], sum(groups[state] for state in ("issued", "open", "scoring"))
-    scored = scoring / of if scoring else 0.0
     whole = sum(parts.values())
-    return {part: (1 - scored) * spent / whole for part, spent in parts.items()} | {"scorers": scored}
+    return {part: spent / whole for part, spent in parts.items()}
 
 
 def _sums(totals: Totals, metric: str, role: str = "") -> defaultdict[str, float]:
@@ -118,8 +113,7 @@ class Window:
 
     def sample(self, now: float, actors: Iterable[Pushed]) -> None:
         """Store the totals of the actors' metrics, if the last sample is old enough; `now` in seconds."""
-        before, kept = self._kept[-1] if self._kept else (now, {})
-        if self._kept and now - before < SAMPLE_SECONDS:
+        if self._kept and now - self._kept[-1][0] < SAMPLE_SECONDS:
             return
         totals: Totals = {}
         for pushed in actors:
@@ -131,8 +125,6 @@ class Window:
                     totals[SECONDS + of, actor, part] = value
             for metric in (STEPS, SYNCS):
                 totals[metric, actor, ""] = pushed.total(metric)
-            for state, n in pushed.by_label(GROUPS, "state").items():
-                totals[GROUPS, actor, state] = kept.get((GROUPS, actor, state), 0.0) + n * (now - before)
         self._kept.append((now, totals))
 
     def now(self) -> Shares | None:

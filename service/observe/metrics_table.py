@@ -225,7 +225,7 @@ STEP_KEYS: dict[str, str] = {
     "policy/by_staleness/<versions>/differing_fraction": "Fraction of those that differ by more than rounding.",
     "time": "When the step ended, in UTC, such as `2026-05-04T03:02:01.000+00:00`.",
     "bound_by": (
-        "Most of the step's time: `generation` (the trainer waited), `training`, `weights`, `evaluation`, "
+        "Most of the step's time: `generation` (the trainer waited), `scorers`, `training`, `weights`, `evaluation`, "
         "`checkpoint`, `commit` or `bookkeeping`."
     ),
     "timing/since_start": "Seconds of the run, its start and its earlier processes included.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from service.config.learn import WeightsConfig
@@ -21,6 +21,7 @@ FLAT_STEPS = 200
 """Number of optimizer steps from which a reward without gain is a symptom: neither over the run nor over the last of
 these many. It is judged anew every `FLAT_EVERY` steps."""
 FLAT_EVERY = 10
+FAST = "too-fast"
 Comparison = Literal["at least", "at most", "fallen to", "without gain for"]
 """How a metric compares with its threshold; `fallen to`: with its mean over the first steps, times the threshold;
 `without gain for`: the interval of its gain, over so many steps and over the run, contains 0 or less."""
@@ -44,7 +45,7 @@ SYMPTOMS = (
         "engine-and-trainer", "policy/by_staleness/0/kl", "at least", 0.01, "engine and trainer: {:.2g} nats apart"
     ),
     Symptom("always-solved", "reward/groups_all_one", "at least", 0.8, "in {:.0%} of the groups all samples got 1"),
-    Symptom("too-fast", "policy/by_staleness/1/kl", "at least", 0.1, "a step moves the policy by {:.2g} nats"),
+    Symptom(FAST, "policy/by_staleness/1/kl", "at least", 0.1, "a step moves the policy by {:.2g} nats"),
     Symptom("entropy", "policy/policy_entropy", "fallen to", 0.1, "the entropy fell to {:.0%} of the first steps'"),
     Symptom("too-short", "generate/avg_response_length", "at most", 1.5, "a response has {:.1f} tokens on average"),
     Symptom("shorter", "generate/avg_response_length", "fallen to", 0.2, "responses shrank to {:.0%} of the first"),
@@ -89,10 +90,15 @@ class Diagnosis:
             self._was[name] = steps + 1, first, words
 
     def worst(self) -> str:
-        """The symptom that was the likeliest cause in most steps of the run, as a sentence; empty if in few steps."""
-        name, (steps, first, said) = max(self._was.items(), key=lambda item: item[1][0], default=("", (0, 0, "")))
-        if steps < WINDOW:
+        """The symptom that was the likeliest cause in most steps of the run, as a sentence; empty if in few steps.
+        What followed steps that moved the policy too far is their effect."""
+        lasting = {name: was for name, was in self._was.items() if was[0] >= WINDOW}
+        if not lasting:
             return ""
+        name = max(lasting, key=lambda name: lasting[name][0])
+        if FAST in lasting and lasting[FAST][1] < lasting[name][1]:
+            name = FAST
+        steps, first, said = lasting[name]
         return f"in {steps} steps, from step {first} on, {said} (docs/not-learning.md#{name})"
 
     def found(self) -> dict[str, str]:
@@ -127,10 +133,10 @@ def after_warm_start(line: Mapping[str, float]) -> str:
     return f"after the warm start the reward is {reward:.3g}, and 0 in {unsolved:.0%} of the groups{nothing}"
 
 
-def _mean(lines: Iterable[Mapping[str, float]], key: str) -> float | None:
-    """The mean of a metric; None if fewer than `WINDOW` lines have it."""
+def _mean(lines: Collection[Mapping[str, float]], key: str) -> float | None:
+    """The mean of a metric; None if there are fewer than `WINDOW` lines, or most lack it."""
     values = [line[key] for line in lines if line.get(key) is not None]
-    return sum(values) / len(values) if len(values) == WINDOW else None
+    return sum(values) / len(values) if len(lines) == WINDOW and len(values) > WINDOW // 2 else None
 
 
 FRESH = "policy/by_staleness/0"

@@ -35,7 +35,8 @@ def check_inputs(
         UserError: an environment is unknown, is not trusted or refuses its options, or a row of a dataset is malformed.
     """
     if env.name == AGENT:
-        check_score(env)
+        if isinstance(env.score, str) and not callable(import_object("env.score", env.score)[1]):
+            raise UserError(f"env.score: {env.score} is no function")
     elif hasattr(make_environment(env.name, env.options, env.trusted_modules), "play") and not has_endpoint:
         raise UserError(f"agents: the environment {env.name!r} calls the policy over HTTP; add agents={{}}")
     rows: list[SyntheticFunction] = [] if data.make_rows is None and data.eval_make_rows is None else ["rows"]
@@ -47,16 +48,6 @@ def check_inputs(
     if data.make_rows is not None:
         (row,) = synthetic_data(env.name, env.trusted_modules).rows(1, seed)
         check_environments(env, tasks_of([row], SYNTHETIC), SYNTHETIC)
-
-
-def check_score(env: EnvConfig) -> None:
-    """Check that the function `env.score`, which computes the reward of a command's run, can be loaded.
-
-    Raises:
-        UserError: the function cannot be loaded.
-    """
-    if isinstance(env.score, str) and not callable(import_object("env.score", env.score)[1]):
-        raise UserError(f"env.score: {env.score} is no function")
 
 
 def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> None:
@@ -78,12 +69,13 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
             if name == config.name:
                 raise
             raise UserError(f"{error} (first needed by row {row}, {task.uid})") from error
-        try:
-            if config.isolation == "process":
-                json.dumps(asdict(task))
-        except (TypeError, ValueError) as error:
-            why = f"it cannot be sent to an environment's own process (env.isolation) as JSON: {error}"
-            raise UserError(f"{row_place(path, row)}: {why}") from error
+        columns = {**asdict(task), **task.extra_info, "extra_info": None} if config.isolation == "process" else {}
+        for column, value in columns.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                why = f"it cannot be sent to an environment's own process (env.isolation) as JSON: {error}"
+                raise UserError(f"{row_place(path, row)}, column {column}: {why}") from error
         try:
             getattr(made[name], "check_task", lambda task: None)(task)
         except (Exception, SystemExit) as error:  # a user's `check_task` may raise anything

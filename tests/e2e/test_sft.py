@@ -42,7 +42,7 @@ def test_conversations_are_learned_and_the_final_model_is_one_for_transformers_a
     settings = settings_of(tmp_path, "run.max_steps=12", "data.eval_every=6", "trainer.checkpoint_every=4")
     done, run = drive(settings, command="sft"), tmp_path / "sft"
     done.finish()
-    assert any("12 steps of 8 out of 32 conversations: 3.00 epochs" in line for line in done.said)
+    assert any("12 optimizer steps of 8 conversations; the data has 32: 3.00 epochs" in line for line in done.said)
     steps = [line.strip().endswith(" s left") for line in done.said if line.startswith("step ")]
     assert steps == [*[True] * 11, False]
     lines = list(read_lines(run / "metrics.jsonl"))

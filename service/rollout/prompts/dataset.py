@@ -110,7 +110,8 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path, uid: str) -> Task
         try:
             plain[column] = _read_text(column, plain[column])
         except (ValueError, RecursionError) as error:
-            raise _error(path, number, column, f"no JSON: {error}") from error
+            why = f"no JSON: {error}" if isinstance(error, json.JSONDecodeError | RecursionError) else str(error)
+            raise _error(path, number, column, why) from error
     _check_sizes(plain, number, path)
     if not plain.get("prompt"):
         hint = "" if "prompt" in plain else f" (the row has {', '.join(plain):.80}: data.columns names the column)"

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from service.errors import UserError
-from service.files import atomic_file, matching
+from service.files import atomic_file, free_memory, matching
 from service.rollout.environment import is_text
 
 FORMS = (".jsonl", ".parquet")
@@ -42,6 +41,8 @@ LONG_ROW_BYTES = 1 << 11
 """Bytes of a row from which on equal texts of rows are made one object."""
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
 """The beginning of a text that is meant as a list of messages."""
+OTHER_ROLES = {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+"""Roles of ShareGPT and its like, which a chat template would drop, or show as they are; and what they mean."""
 TASK_BYTES = 800
 """Bytes of memory for reading a row with a short prompt and no other columns."""
 NO_ROOM = "need more memory than is free; give fewer rows, or a machine with more memory"
@@ -131,7 +132,7 @@ def messages_of(value: Any) -> Any:
     calls tools may have no content.
 
     Raises:
-        ValueError: the text begins like messages, but is no JSON.
+        ValueError: the text begins like messages, but is no JSON; or a role has another name.
     """
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
@@ -146,6 +147,9 @@ def messages_of(value: Any) -> Any:
         value = [_without_nulls(one.items()) for one in given]
     if not isinstance(value, list):
         return value
+    for role in (one.get("role", one.get("from")) for one in value if isinstance(one, dict)):
+        if isinstance(role, str) and role.lower() in OTHER_ROLES:
+            raise ValueError(f'write "role": "{OTHER_ROLES[role.lower()]}" and "content", not the role {role!r}')
     return [{"content": "", **one} if isinstance(one, dict) and "tool_calls" in one else one for one in value]
 
 
@@ -162,7 +166,7 @@ def _read_parquet(path: Path) -> list[Any]:
             kinds, names = str(file.schema_arrow), file.schema_arrow.names
             if twice := [name for place, name in enumerate(names) if name in names[:place]]:
                 raise ValueError(f"the column {twice[0]} comes twice")
-            if (count := file.metadata.num_rows) * TASK_BYTES > psutil.virtual_memory().available:
+            if (count := file.metadata.num_rows) * TASK_BYTES > free_memory():
                 raise ValueError(f"its {count:,} rows {NO_ROOM}")
             for batch in file.iter_batches(BATCH_ROWS):
                 read = batch.to_pylist(maps_as_pydicts="strict" if "map<" in kinds else None)  # dicts are slower

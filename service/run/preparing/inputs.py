@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import psutil
 from transformers import PretrainedConfig
 
 from service.config import DataConfig, EnvConfig, GeneratorConfig, LoraConfig, ModelConfig
 from service.errors import UserError
+from service.files import free_memory
 from service.handoff.steps.values import Routing
 from service.learn.checkpoint import check_parts, read_metadata
 from service.learn.model.adapter_folder import Base, check_adapter
@@ -172,7 +172,7 @@ def make_policy(model: ModelConfig, env: EnvConfig, seed: int, folder: Path) -> 
     make_tokenizer(folder, synthetic.vocabulary())
     tokenizer = load_tokenizer(folder)
     parameters = count_parameters(model.make.dimensions, len(tokenizer))
-    needed, free = parameters * TRAINING_BYTES, psutil.virtual_memory().available
+    needed, free = parameters * TRAINING_BYTES, free_memory()
     if needed > free:
         raise UserError(
             f"model.make: training {parameters} parameters takes {needed >> 20} MiB, {free >> 20} MiB are free; make "

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from service.observe.bound_by import SCORERS
 from service.observe.not_learning import Diagnosis, in_words
 from service.observe.summary import duration, learning_summary, summary_lines
 from service.rollout.environment import MAIN
@@ -54,6 +55,7 @@ class StepTimes:
         part."""
         now = Counter(self._states())
         step = Counter({PARTS.get(state, state): seconds for state, seconds in (now - self._before).items()})
+        step[GENERATION] -= step[SCORERS]  # which is a part of the wait
         self._before, self._all = now, self._all + step
         return step
 
@@ -131,7 +133,7 @@ class Progress:
             **batch,
             **metrics,
             "timing/step": now - self._last,
-            "timing/wait_for_generation_buffer": spent[GENERATION],
+            "timing/wait_for_generation_buffer": spent[GENERATION] + spent[SCORERS],
             "timing/since_start": self._seconds_before + now - self._created,
             **({} if self._synced is None else {"timing/sync_weights": self._synced}),
             **self._wait_fractions(generators),
@@ -220,7 +222,7 @@ class Progress:
         elapsed = sum(status["elapsed_seconds"] for status in generators)
         waited = sum(status["wait_seconds"] for status in generators)
         return {
-            "async/trainer_wait_fraction": self._times.shares().get(GENERATION, 0.0),
+            "async/trainer_wait_fraction": sum(self._times.shares().get(part, 0.0) for part in (GENERATION, SCORERS)),
             "async/generator_wait_fraction": waited / elapsed if elapsed else 0.0,
         }
 

@@ -18,7 +18,7 @@ from service.handoff.verbs import Claim, Receipt, Wait, WaitReason
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.actors.fakes import until
 from tests.pure.buffer.world import START, Generator, config, step
-from tests.pure.scorers.test_asking import GOOD, Fake, asked_of
+from tests.pure.scorers.test_asking import Fake, asked_of
 from tests.sim.disk import MemoryDisk
 
 GENERATORS, ROOM = 10, 4
@@ -61,17 +61,19 @@ async def test_a_claim_gets_its_reason_when_its_time_is_over(tmp_path: Path, mon
     await buffer.stop()
 
 
-async def test_a_group_that_its_deadline_cuts_short_is_scored_although_nobody_calls(tmp_path: Path) -> None:
+async def test_a_group_that_its_deadline_cuts_short_is_scored_although_nobody_calls_and_a_lease_waits_for_that(
+    tmp_path: Path,
+) -> None:
     settings = config(
         algorithm={"n_samples_per_prompt": 3},
         buffer={"group_deadline": 0.05},
         trainer={"mini_batch_size": 1},
         scorers={"judge": {"use": "mine:judge"}},
     )
-    judge = Fake(lambda row, time: GOOD)
+    judge = Fake(lambda row, time: None)
     asking = partial(asked_of, {"judge": [judge]})
     actor = buffer_of(settings, tmp_path, asking=asking)
-    await actor.join("trainer", "trainer")
+    incarnation = await actor.join("trainer", "trainer")
     await asyncio.sleep(0)
     generator = Generator(actor._buffer)
     work = generator.claimed(START)
@@ -80,6 +82,9 @@ async def test_a_group_that_its_deadline_cuts_short_is_scored_although_nobody_ca
         sent = generator.send([step(of, "p0", 0)], [TrajectoryEnd(of, "p0", 1, "stop", 1.0)])
         assert isinstance(sent, Receipt)
     await until(lambda: judge.asked)
+    before = (await actor.scorer_failures())[2]
+    assert isinstance(await actor.lease(incarnation, 0.3), Wait)
+    assert (await actor.scorer_failures())[2] - before >= 0.29
     await actor.stop()
 
 

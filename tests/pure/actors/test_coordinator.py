@@ -286,4 +286,5 @@ def test_a_scorer_ends_the_run_only_if_it_was_away_for_long_or_never_there(secon
     config = load_config([], ["data.make_rows=8", "model.make={hidden_size: 128, num_layers: 2}"])
     observer = SimpleNamespace(_failures=SimpleNamespace(name_scorers=lambda _: None), _config=config)
     with pytest.raises(RunFailed, match="503") if ends else nullcontext():
-        RunObserver.scorers_failed(observer, {("judge", "http"): "503"}, {"judge": (999, seconds)})  # type: ignore[arg-type]
+        RunObserver.scorers_failed(observer, {("judge", "http"): "503"}, {"judge": (999, seconds)}, 7.0)  # type: ignore[arg-type]
+    assert observer.scored == 7.0

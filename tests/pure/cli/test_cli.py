@@ -121,6 +121,13 @@ def test_wrong_input_is_one_line_and_code_2(
     assert err.startswith("baton") and message in err and err.count("\n") == 1
 
 
+def test_mistakes_of_several_kinds_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["algorithm.credit=return_to_go", "env.name=lokup", "scorers.j.use=json:lods", "data.eval.dev=/no.jsonl"]
+    assert main(["config", "validate", "--config", QUICKSTART, *settings]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[2].partition("=")[0] for line in lines] == [word.partition("=")[0] for word in settings]
+
+
 def test_paths_of_another_machine_are_notes_of_the_validation_and_refused_by_a_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

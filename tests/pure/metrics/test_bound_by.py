@@ -4,7 +4,7 @@ import pytest
 
 from service.cli.status_view import status_lines
 from service.config import Config
-from service.observe.bound_by import GROUPS, NOW_SECONDS, SAMPLE_SECONDS, SECONDS, STATE, STEPS, SYNCS, Totals, bound_by
+from service.observe.bound_by import NOW_SECONDS, SAMPLE_SECONDS, SECONDS, STATE, STEPS, SYNCS, Totals, bound_by
 from service.observe.measure import measure_states
 from service.observe.merged_metrics import Hub
 from service.observe.metrics import AlertThresholds, Metrics
@@ -16,7 +16,7 @@ MINUTES = 600.0
 def totals(
     driver: dict[str, float],
     trajectories: dict[str, float] | None = None,
-    groups: dict[str, float] | None = None,
+    scorers: float = 0.0,
     idle: float = 0.1,
     sync_seconds: float = 0.001,
 ) -> Totals:
@@ -30,15 +30,15 @@ def totals(
         for part, share in {"prefill": 0.1, "decode": 0.8, "environment": 0.05, **(trajectories or {})}.items():
             found[f"{SECONDS}_sum", f"generator/{n}", part] = 30 * MINUTES * share
             found[f"{SECONDS}_count", f"generator/{n}", part] = 1000.0
-    found[STATE, "buffer/buffer", "syncing"] = 2000 * sync_seconds
-    return found | {(GROUPS, "buffer/buffer", state): n for state, n in (groups or {"open": 9000.0}).items()}
+    buffer = {"syncing": 2000 * sync_seconds, "scorers": MINUTES * scorers}
+    return found | {(STATE, "buffer/buffer", state): seconds for state, seconds in buffer.items()}
 
 
 SLOW = {
     "engines": totals({"step": 0.3}),
     "trainer": totals({"step": 0.7, "bookkeeping": 0.05}),
     "environment": totals({"step": 0.3}, {"environment": 3.0, "other": 0.5}),
-    "scorers": totals({"step": 0.3}, groups={"issued": 100.0, "open": 900.0, "scoring": 9000.0}),
+    "scorers": totals({"step": 0.3}, scorers=0.6),
     "journal": totals({"step": 0.2}, sync_seconds=20.0),
     "weights": totals({"step": 0.3, "weights": 0.4}, {"pause": 0.5}),
     "evaluation": totals({"step": 0.3, "evaluating": 0.6}),
@@ -83,7 +83,6 @@ def test_status_and_metrics_show_a_part_that_becomes_slow_within_a_minute() -> N
             measure_states(generator, {"generating": spent["generating"]})
             for part, each in (("decode", 10.0 - environment), ("environment", environment)):
                 generator.observe("baton_trajectory_seconds", each, env="search", part=part)
-            buffer.set("baton_buffer_groups", 8, state="open")
             for source, metrics in (
                 ("driver/driver", driver),
                 ("generator/generator-0", generator),

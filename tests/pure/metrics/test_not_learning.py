@@ -83,6 +83,17 @@ def test_the_cause_that_stood_longest_is_told_after_it_has_gone_also_by_a_resume
     assert Diagnosis([HEALTHY] * 99).worst() == ""
 
 
+def test_a_cut_that_follows_steps_that_moved_the_policy_too_far_is_not_told_as_the_cause() -> None:
+    cut = HEALTHY | CAUSES["cut"]
+    old = {key: value for key, value in cut.items() if "staleness/1" not in key}
+    diagnosis = Diagnosis([old, *[cut | CAUSES["too-fast"]] * (WINDOW - 1)])
+    assert next(iter(diagnosis.found())) == "too-fast"
+    for line in [*[cut | CAUSES["too-fast"], old] * 3, *[cut] * 50]:
+        diagnosis.stepped(line)
+    assert next(iter(diagnosis.found())) == "cut" and "#too-fast" in diagnosis.worst()
+    assert "#cut" in Diagnosis([*[cut] * 50, *[cut | CAUSES["too-fast"]] * 9]).worst()
+
+
 def test_a_warm_start_that_solves_nothing_is_named() -> None:
     assert "it solves nothing" in after_warm_start(HEALTHY | UNSOLVED)
     assert after_warm_start(HEALTHY) == "after the warm start the reward is 0.4, and 0 in 30% of the groups"

@@ -39,7 +39,8 @@ def test_every_message_of_the_assistant_is_learned_with_its_end_and_nothing_else
     [
         ([1], "Expected `object`"),
         ({"messages": 3}, "Expected `array`"),
-        ({"messages": [USER, {"role": "gpt", "content": "y"}]}, r"'gpt' - at `\$.messages\[1\].role`; a row is"),
+        ({"messages": [USER, {"role": "gpt", "content": "y"}]}, """write "role": "assistant" .*'gpt'"""),
+        ({"messages": [USER, {"role": "critic", "content": "y"}]}, r"'critic' - at `\$.messages\[1\].role`; a row is"),
         ({"messages": [USER, {**ANSWER, "weight": 0}]}, r"unknown field `weight` - at `\$.messages\[1\]`"),
         ({"messages": [USER, ANSWER], "tools": [{}]}, r"`\$.tools`"),
         ({"messages": [USER, USER]}, "nothing to learn"),

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import service.files
 from service.config.rollout import ColumnsConfig, DataConfig, EnvConfig
 from service.errors import UserError
 from service.rollout.prompts.dataset import COLUMN_BYTES, load_tasks, rows_digest
@@ -93,6 +94,8 @@ def test_a_plain_text_is_one_message_of_the_user_in_files_as_other_systems_write
         ({"prompt": PROMPT, "tools": "[" * 100_000}, "row 1, column tools: no JSON"),
         ({"prompt": "half a pair \ud800"}, "row 1, column prompt: holds half a surrogate pair"),
         ({"prompt": [PROMPT[0] | {"content": "\ud800"}]}, "row 1, column prompt: holds half a surr"),
+        ({"prompt": [{"role": "human", "content": "a"}]}, """row 1, column prompt: write "role": "user".*'human'"""),
+        ({"prompt": '[{"from": "GPT", "value": "a"}]'}, """row 1, column prompt: write "role": "assistant".*'GPT'"""),
         ({"prompt": PROMPT, "uid": "\ud800"}, "row 1, column uid: holds half a surr"),
         ({"prompt": PROMPT, "env_class": "\ud800"}, "row 1, column env_class: holds half a surr"),
         ({"prompt": PROMPT, "tools": [{"name": "\ud800"}]}, "row 1, column tools: holds half a surr"),
@@ -211,6 +214,12 @@ def test_a_parquet_file_whose_rows_no_memory_holds_or_with_one_column_twice_is_r
     with pytest.raises(UserError, match=r"rows\.parquet.*its 1,000 rows need more memory"):
         load_tasks(tmp_path / "rows.parquet")
     monkeypatch.undo()
+    assert len(load_tasks(tmp_path / "rows.parquet")) == 1000
+    (limit := tmp_path / "memory.max").write_text(f"{1000 * TASK_BYTES - 1}\n")
+    monkeypatch.setattr(service.files, "LIMITS", (limit, tmp_path / "none"))
+    with pytest.raises(UserError, match="need more memory"):
+        load_tasks(tmp_path / "rows.parquet")
+    limit.write_text("max\n")
     assert len(load_tasks(tmp_path / "rows.parquet")) == 1000
     with pytest.raises(UserError, match="need more memory than is free"), without_gc():
         raise MemoryError

@@ -156,7 +156,9 @@ def test_an_environment_that_exits_while_it_is_made_is_a_clear_line(
 def test_a_row_that_cannot_enter_a_process_is_named_before_the_run() -> None:
     rows = [task("", seed=1), task("", seed=1, when=date(2026, 1, 1))]
     check_environments(EnvConfig(), rows, MADE)
-    with pytest.raises(UserError, match=r"^dataset made\.jsonl, row 1: it cannot be sent .* date is not JSON"):
+    with pytest.raises(
+        UserError, match=r"^dataset made\.jsonl, row 1, column when: it cannot be sent .* date is not JSON"
+    ):
         check_environments(EnvConfig(isolation="process"), rows, MADE)
     with pytest.raises(UserError, match=r"env\.options"):
         check_environments(EnvConfig(options={"colour": 1}, isolation="process"), [task("")], MADE)

@@ -109,6 +109,21 @@ def test_a_line_says_what_bound_the_step_and_how_long_the_run_still_takes(tmp_pa
     assert f"bound by scorers: {bound['sentence']}" in summary_lines(summary | {"binding": bound})
 
 
+def test_a_step_that_waits_for_scorers_is_bound_by_them(tmp_path: Path, clock: TurnedClock) -> None:
+    said: list[str] = []
+    states = {"waiting": 0.0, "scorers": 0.0, "step": 0.0}
+    going = begun(run := RunWriter(tmp_path), said, states=lambda: dict(states))
+    states |= {"waiting": 9.0, "scorers": 8.0, "step": 1.0}
+    step(going, 1)
+    assert ", bound by scorers (80%)" in said[-1]
+    going.end("finished", BUFFER, [])
+    run.close()
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    assert (line["bound_by"], line["timing/wait_for_generation_buffer"]) == ("scorers", 9.0)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["bound_by"] == "scorers" and summary["trainer_wait_fraction"] == pytest.approx(0.9)
+
+
 def test_the_seconds_since_the_start_go_on_where_a_run_does(tmp_path: Path, clock: TurnedClock) -> None:
     going = begun(run := RunWriter(tmp_path), [])
     clock.now += 30
