@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
+import tensorboard.summary.writer.record_writer  # noqa: F401 - it takes a second, for which the first step would wait
+
 from actors.buffer.actor import LeasedBatch
 from actors.calls import ACTOR_FAILED, call
 from actors.driver.cluster import Cluster
