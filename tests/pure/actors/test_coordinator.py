@@ -193,17 +193,17 @@ def test_a_trainer_that_fails_at_the_same_checkpoint_again_and_again_ends_the_ru
 
 def test_a_checkpoint_is_begun_after_the_line_of_its_step(tmp_path: Path) -> None:
     """A run that is killed at any moment, and resumes from its newest checkpoint, lacks no line."""
-    lines: list[int] = []
+    saved: list[tuple[str, int]] = []
 
     async def save(folder: Path) -> None:
-        lines.append(run.step)
+        saved.append((folder.parent.name.rpartition("_")[2], run.step))
 
     trainer = STEPS | {"save": save, "finish_save": answering(), "export": answering()}
     buffer = LEASES | {"end": [[]], "stop": None, "status": TOLD | ENDED}
     settings = [COLD, "trainer.checkpoint_every=1", "run.max_steps=2"]
     with coordinating(tmp_path, cluster_of(tmp_path / "run", buffer, trainer), *settings) as (coordinator, run):
         asyncio.run(coordinator.run())
-    assert lines == [1, 2]
+    assert ("2", 2) in saved and {*saved} <= {("1", 1), ("2", 2)}  # the first waits for that of step 0 if that is slow
 
 
 @pytest.mark.parametrize(("is_remedied", "restarts"), [(True, 4), (False, 2)])
