@@ -30,9 +30,6 @@ QUIET = 0.5
 """If no marked process was found for this many seconds, all processes of the run have ended."""
 DEADLINE = 15.0
 """Seconds after which the watchdog stops its attempts on a process that cannot be killed."""
-TRACKER, TRACKER_GRACE = b"multiprocessing.resource_tracker", 10.0
-"""Text in the command line of a process that deletes the semaphores of other processes after they have ended, and
-seconds between its SIGTERM and its SIGKILL."""
 
 
 def start_watchdog(mark: str, ray_folder: Path | None = None) -> None:
@@ -90,9 +87,8 @@ def end_processes(mark: str, known: set[tuple[int, str]]) -> None:
         elif now > seen + QUIET:
             return
         for process, _ in left:
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-                grace = TRACKER_GRACE if TRACKER in Path(f"/proc/{process}/cmdline").read_bytes() else GRACE
-                os.kill(process, signal.SIGKILL if now > start + grace else signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL if now > start + GRACE else signal.SIGTERM)
         time.sleep(0.1)
 
 

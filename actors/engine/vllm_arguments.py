@@ -89,8 +89,6 @@ def engine_env(generator: GeneratorConfig) -> dict[str, str]:
         env["TMPDIR"] = scratch  # the folder in which a killed vLLM leaves its sockets
     if generator.engine_gpus == 1:
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker runs inside the engine core: one process less
-    else:  # Ray would kill the process that removes the names of several workers in /dev/shm; they end with their owner
-        env["RAY_kill_child_processes_on_worker_exit"] = "0"
     if not on_gpu():
         # If there are more OpenMP threads than free cores, they slow each other down; on CPU compiling takes
         # longer than it saves.

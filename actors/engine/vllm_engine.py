@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import lru_cache
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -32,6 +35,7 @@ from actors.engine.expected_warnings import ANSWERS, ENDED, drop
 from actors.engine.vllm_arguments import OWNER_PID, TIES, EngineSettings, can_overflow, engine_arguments, on_gpu
 from actors.engine.vllm_arguments import engine_env as engine_env
 from actors.heap import freeze_heap
+from actors.watchdog import MARK
 from actors.weights.part import Source
 from actors.weights.policy_tensors import ADAPTER, ADAPTER_ID, PolicySize, WeightBytes, decode_announcement
 from actors.weights.pulled import WeightFile
@@ -348,11 +352,25 @@ def build(arguments: dict[str, Any], with_load: bool = False) -> tuple[AsyncLLM,
     # With stop strings vLLM reads each likely token; nobody needs the texts, and it fails at ids without one.
     logprobs.convert_ids_list_to_tokens = lambda tokenizer, token_ids: [""] * len(token_ids)
     os.environ[OWNER_PID] = str(os.getpid())
+    _start_tracker()
     if not on_gpu():
         register()
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[LoadRecorder] if with_load else None)
     loggers = llm.logger_manager.stat_loggers if llm.logger_manager is not None else []
     return llm, next((logger for logger in loggers if isinstance(logger, LoadRecorder)), None)
+
+
+def _start_tracker() -> None:
+    """Start multiprocessing's process that removes the engine's names in /dev/shm after the last of its processes has
+    ended. Ray and the watchdog kill all processes of this one's group, and all with the run's mark, at once; so it has
+    a group of its own, and no mark."""
+    read, write = os.pipe()
+    track = f"import os, multiprocessing.resource_tracker as it; os.fork() or it.main({read})"
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    command = [sys.executable, "-I", "-S", "-Wignore", "-c", track]
+    subprocess.run(command, check=True, pass_fds=[read], start_new_session=True, env=environment)
+    os.close(read)
+    resource_tracker._resource_tracker._fd = write  # type: ignore[attr-defined]
 
 
 def _told(problem: ErrorDetails) -> str:
