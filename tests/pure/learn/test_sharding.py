@@ -165,10 +165,8 @@ def untied(folder: Path, other: Path) -> Path:
     return other
 
 
-def waits_for_a_late_rank(
-    rank: int, world_size: int, seconds: float, deadline: float, compiles: bool = False, stops: bool = False
-) -> str:
-    """What a sum over all ranks ends with, if rank 1 is late; with `compiles` because it needs another graph."""
+def waits_for_rank_1(rank: int, world_size: int, does: str, seconds: float, deadline: float) -> str:
+    """What a sum over all ranks ends with, if rank 1 sleeps, needs another graph, or dies before it."""
     late: list[float] = [0.0]
 
     def compiled(graph: Any, _: Any) -> Any:
@@ -177,13 +175,16 @@ def waits_for_a_late_rank(
 
     layer = torch.compile(lambda x: x + 0, backend=compiled, dynamic=False)
     layer(torch.zeros(2))  # the trial
-    if stops:
+    if does == "needs another graph after the trial":
         stop_compiling()
     dist.barrier()
     sharding.set_collective_deadline(deadline)
     found = torch.ones(1)
-    if compiles:
-        layer(torch.zeros(2 + rank))
+    if does.startswith("needs another graph"):
+        layer(torch.zeros(2 + (rank == 1)))
+    elif rank == 1 and does == "dies":
+        dist.destroy_process_group()  # the connections close as at the end of a process
+        return "died"
     elif rank == 1:
         time.sleep(seconds)
     try:
@@ -193,14 +194,25 @@ def waits_for_a_late_rank(
     return f"{found.item():.0f}"
 
 
-def test_a_collective_waits_for_a_late_rank_as_long_as_its_deadline(ranks: Ranks) -> None:
-    assert ranks.once(2, waits_for_a_late_rank, 1.5, 60.0) == ["2", "2"]
-    assert ranks.once(2, waits_for_a_late_rank, 3.0, 1.0)[0] == "too late"
+WORLDS = [2, *(pytest.param(number, marks=pytest.mark.full) for number in (3, 4, 8))]
 
 
-def test_after_the_trial_no_rank_waits_for_another_that_would_compile(ranks: Ranks) -> None:
-    assert ranks.once(2, waits_for_a_late_rank, 8.0, 4.0, True, False)[0] == "too late"
-    assert ranks.once(2, waits_for_a_late_rank, 8.0, 4.0, True, True) == ["2", "2"]
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_collective_waits_for_a_late_rank_as_long_as_its_deadline(ranks: Ranks, world_size: int) -> None:
+    assert ranks.once(world_size, waits_for_rank_1, "sleeps", 1.5, 60.0) == [f"{world_size}"] * world_size
+    found = ranks.once(world_size, waits_for_rank_1, "sleeps", 3.0, 1.0)
+    assert "too late" in found and f"{world_size}" not in found
+    # Its neighbours notice at once, whereupon the driver ends all; of many ranks some would wait for the deadline.
+    found = ranks.once(world_size, waits_for_rank_1, "dies", 0.0, 3.0)
+    assert found.pop(1) == "died" and f"{world_size}" not in found and any(each.startswith("failed") for each in found)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_after_the_trial_no_rank_waits_for_a_late_rank_that_would_compile(ranks: Ranks, world_size: int) -> None:
+    found = ranks.once(world_size, waits_for_rank_1, "needs another graph", 8.0, 4.0)
+    assert "too late" in found and f"{world_size}" not in found
+    found = ranks.once(world_size, waits_for_rank_1, "needs another graph after the trial", 8.0, 4.0)
+    assert found == [f"{world_size}"] * world_size
 
 
 def steps_within(rank: int, world_size: int, folder: Path, parent: Path) -> dict[str, Any]:
