@@ -196,7 +196,10 @@ def engine(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: py
     ray.kill(engine)
 
 
-@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"top_p": 0.8, "top_k": 9}])
+TWO, THREE, ALL = {"top_p": 0.9, "min_p": 0.02}, {"top_p": 0.8, "top_k": 9, "min_p": 0.02}, {"top_k": 500}
+
+
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, TWO, THREE, ALL])
 def test_log_probabilities_of_a_sampler_that_truncates_are_those_over_its_supports(
     engine: Any, setting: dict[str, Any]
 ) -> None:
@@ -215,7 +218,7 @@ def test_log_probabilities_of_a_sampler_that_truncates_are_those_over_its_suppor
         left_out[row, generation.support.astype(np.int64)] = False
         expected = logits.masked_fill(left_out, -torch.inf).log_softmax(-1).gather(1, drawn)[:, 0].numpy()
         assert np.abs(expected - generation.logprobs).max() < ATOL
-        assert difference(dense(0), prompt(seed), generation, sampling.temperature) > 0.01
+        assert (difference(dense(0), prompt(seed), generation, sampling.temperature) > 0.01) == (setting != ALL)
 
 
 def test_at_temperature_zero_the_likeliest_tokens_come_back_also_after_the_longest_prompt(engine: Any) -> None:
@@ -470,6 +473,17 @@ def test_a_kv_cache_that_overflows_is_seen_and_loses_no_request(small_engine: An
     for seed, generation in enumerate(generations):
         assert len(generation.token_ids) == 200 or generation.token_ids[-1] == END
         assert difference(mixture(1), prompt(seed), generation, 1.0) < ATOL
+
+
+@pytest.mark.full
+def test_what_has_been_answered_holds_neither_a_place_in_the_engine_nor_its_kv_cache(small_engine: Any) -> None:
+    """So sessions that wait for their tools cost the others nothing, however many they are."""
+    before = ray.get(small_engine.look.remote()).preemptions
+    for seed in range(100, 110):  # one fits at a time
+        generation = ray.get(small_engine.generate.remote(prompt(seed), Sampling(max_tokens=200), f"r{seed}"))
+        assert len(generation.token_ids) == 200 or generation.token_ids[-1] == END
+        assert ray.get(small_engine.under_way.remote()) == 0
+    assert ray.get(small_engine.look.remote()).preemptions == before
 
 
 @pytest.mark.full
