@@ -104,6 +104,7 @@ def test_an_environment_that_is_up_to_date_is_left_alone(
     monkeypatch.setattr(bootstrap, "create", lambda venv: venv.mkdir())
     monkeypatch.setattr(bootstrap, "works", Path.exists)
     monkeypatch.setattr(bootstrap, "install", lambda venv, step: ran.append(step.title))
+    monkeypatch.setattr(bootstrap, "compile_packages", lambda venv: None)
     venv = tmp_path / "venv"
 
     bootstrap.build(venv, dev=False)
