@@ -295,12 +295,12 @@ class BufferActor(Supervised):
         deadline = time.monotonic() + wait_seconds
         answer = self._buffer.begin_lease(incarnation)
         while isinstance(answer, Wait) and (left := deadline - time.monotonic()) > 0:
-            began, scoring, playing = time.monotonic(), len(self._buffer.ledger.scoring), self._buffer.ledger.in_state
+            began, scoring = time.monotonic(), len(self._buffer.ledger.scoring)
+            playing = sum(self._buffer.ledger.in_state[state] for state in (GroupState.ISSUED, GroupState.OPEN))
             with suppress(TimeoutError):
                 async with self._changed:
                     await asyncio.wait_for(self._changed.wait(), left)
-            unfinished = scoring + playing[GroupState.ISSUED] + playing[GroupState.OPEN]
-            self._telemetry.waited_for_scorers += scoring / max(unfinished, 1) * (time.monotonic() - began)
+            self._telemetry.waited_for_scorers += scoring / max(scoring + playing, 1) * (time.monotonic() - began)
             answer = self._buffer.begin_lease(incarnation)
         if not isinstance(answer, Wait):
             await self._settled()

@@ -60,6 +60,7 @@ class RunObserver:
         self._waits_for = ""
         self._bad_steps = 0
         self.scored = 0.0
+        """Seconds for which leases have waited for scorers."""
 
     def step(self, step: int) -> AbstractContextManager[None]:
         """Within the block, a line says from time to time what the step waits for."""
@@ -78,7 +79,7 @@ class RunObserver:
         self, failures: Mapping[tuple[str, str], str], in_a_row: Mapping[str, tuple[int, float]], waited: float
     ) -> None:
         """Name the scorers that fail; `RunFailed` if one gave no good answer about the groups of two mini-batches in a
-        row, nor for `run.stall_deadline` if it gave some before. For the arguments see `Buffer.scorer_failures`."""
+        row, nor for `run.stall_deadline` if it gave some before. The arguments: see `BufferActor.scorer_failures`."""
         self.scored = waited
         self._failures.name_scorers(failures)
         for scorer, (refused, seconds) in in_a_row.items():

@@ -57,13 +57,14 @@ class WeightFile:
             WeightsGone: a holder has ended, or has another version.
         """
         self._version, self._sources = version, [source for source in sources if source.part.spans]
-        kept = {} if kept is None else kept
+        is_kept, kept = kept is not None, {} if kept is None else kept
         paths = {source.path.partition("#")[2]: source.path for source in self._sources}
         for number in kept.keys() - paths:
             del kept[number]
         for number in paths.keys() - kept:
             kept[number] = OpenMemory(paths[number])
-            register(kept[number].octets)
+            if is_kept:  # registering takes longer than reading the header, for which alone the others open it
+                register(kept[number].octets)
         self._memories = {path: kept[number] for number, path in paths.items()}
         """All memory regions of the file, by path."""
         self.check()

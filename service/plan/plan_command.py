@@ -85,7 +85,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     used, problem = table.settings.gpus, table.fit.problem()
     gpus = arguments.gpus or used
     if generator.engine_gpus > GPUS_OF_A_NODE:
-        raise UserError(f"generator.tensor_parallel_size: an engine takes {generator.engine_gpus} GPUs of a node")
+        of_node = f"an engine takes {generator.engine_gpus} GPUs of a node, which has {GPUS_OF_A_NODE}; use fewer"
+        raise UserError(f"generator.tensor_parallel_size: {of_node}")
     if used > gpus:
         problem = f"generator.engines: engines and ranks take {used} GPUs, more than --gpus {gpus}; see the table"
     print(f"{config.run.name} on {gpus} {arguments.gpu}")

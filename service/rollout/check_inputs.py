@@ -69,8 +69,8 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
             if name == config.name:
                 raise
             raise UserError(f"{error} (first needed by row {row}, {task.uid})") from error
-        columns = {**asdict(task), **task.extra_info, "extra_info": None} if config.isolation == "process" else {}
-        for column, value in columns.items():
+        columns = (*task.extra_info.items(), *asdict(task).items()) if config.isolation == "process" else ()
+        for column, value in columns:  # those of `extra_info` first, by their own names
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as error:
