@@ -23,9 +23,12 @@ LINES: dict[str, list[tuple[str, ...]]] = {
     "agents": [
         (PARSER, r'    Command\("agent-try".*\n'),
         (PLAYER, r"from actors\.engine\.agents import .*\n"),
-        (PLAYER, r"from service\.agents\..*\n"),
+        (PLAYER, r"(from service\.agents\..*\n)+"),
         (PLAYER, r"            agents=.*\n"),
         (PLAYER, r"            commands=.*\n"),
+        (CLUSTER, r"from actors\.generator\.gateway .*\n", 'GATEWAY = "gateway"\n'),
+        (CLUSTER, r"    if config\.endpoint is not None and secret .*\n(        .*\n)+"),
+        (GENERATOR, r"from actors\.generator\.gateway .*\n"),
         (LIBRARY, r"(    from service\.agents\..*\n)+"),
         (LIBRARY, r'(        "service\.agents\..*\n)+'),
     ],
@@ -68,7 +71,7 @@ LINES: dict[str, list[tuple[str, ...]]] = {
 }
 """Room -> its lines at the edge: (file, what is taken out of it, what takes its place if that is not nothing)."""
 OWN_FILES = {
-    "agents": ["actors/engine/agents.py", "actors/driver/try_agent.py"],
+    "agents": ["actors/engine/agents.py", "actors/driver/try_agent.py", "actors/generator/gateway.py"],
     "evaluation": ["actors/driver/evaluate_model.py", "service/cli/evaluate.py"],
 }
 """Room -> its files elsewhere."""
