@@ -110,8 +110,8 @@ def test_a_run_that_is_stopped_while_it_writes_its_final_weights_has_finished(tm
 def test_the_end_of_a_run_lets_sessions_end_for_a_while_and_says_how_many_it_cut(
     grace: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sessions take a second."""
-    open_ones, drained, said = ["one", "two"], asyncio.Event(), list[str]()
+    """With a grace of a minute the sessions end by themselves, soon; otherwise only as the generators stop."""
+    open_ones, drained, stopped, said = ["one", "two"], asyncio.Event(), asyncio.Event(), list[str]()
 
     async def drain(reason: str) -> None:
         drained.set()
@@ -120,7 +120,7 @@ def test_the_end_of_a_run_lets_sessions_end_for_a_while_and_says_how_many_it_cut
         ended = asyncio.Event()
         self._keepers["generator-0"] = asyncio.ensure_future(ended.wait())
         await drained.wait()
-        await asyncio.sleep(1.0)
+        await (stopped.wait() if grace < 1 else asyncio.sleep(0.2))
         open_ones.clear()
         ended.set()
 
@@ -132,6 +132,7 @@ def test_the_end_of_a_run_lets_sessions_end_for_a_while_and_says_how_many_it_cut
 
     async def stop(self: GeneratorPool, resumable: bool) -> None:
         drained.set()
+        stopped.set()
 
     for replacement in (generate, statuses, stop):
         monkeypatch.setattr(GeneratorPool, {"generate": "run"}.get(name := replacement.__name__, name), replacement)
