@@ -204,8 +204,6 @@ class WandbConfig(Section):
 
     project: str = "baton"
     """Project of Weights & Biases."""
-    table_every: NotNegative = 10
-    """Optimizer steps from one table of sample trajectories to the next; 0: no tables."""
 
 
 class MetricsConfig(Section):

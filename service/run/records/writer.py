@@ -30,6 +30,8 @@ from service.run.folder import (
 
 BLOCK = 1 << 16
 """Bytes that are read at once when looking for the end of the last line."""
+TABLE_STEPS = 10
+"""Optimizer steps from one table of sample trajectories in a tracker to the next."""
 TABLE_KEYS = ("id", "fate", "return", "advantage", "stop_reason", "sampled_tokens")
 TABLE_ROWS = 16
 TABLE_CHARACTERS = 20_000
@@ -96,7 +98,7 @@ class RunWriter:
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
         self.step = int(numbers["trainer/global_step"])
-        with_table = self._wandb is not None and self._wandb.table_every and self.step % self._wandb.table_every == 0
+        with_table = self._wandb is not None and self.step % TABLE_STEPS == 0
         samples = table_rows(self._kept, self._model_folder) if with_table else []
         for tracker in self._trackers:
             tracker.log(self.step, numbers, samples)

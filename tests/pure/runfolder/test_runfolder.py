@@ -36,7 +36,7 @@ from service.run.folder import (
     read_lines,
 )
 from service.run.records import writer
-from service.run.records.writer import RunWriter
+from service.run.records.writer import TABLE_STEPS, RunWriter
 
 
 def step(number: int, **more: float) -> dict[str, float]:
@@ -201,12 +201,12 @@ def test_wandb_is_online_where_there_is_a_key_and_gets_texts(
     if where == "switched off":
         monkeypatch.setenv("WANDB_MODE", "disabled")
     folder = RunWriter(tmp_path / "r")
-    folder.begin("", WandbConfig(table_every=2), made_model)
+    folder.begin("", WandbConfig(), made_model)
     words = Tokenizer.from_file(str(made_model / "tokenizer.json"))
     turn = {"prompt_ids": words.encode("look", add_special_tokens=False).ids, "response_ids": [5]}
     record = {"id": "group=1/sample=0/attempt=0", "fate": "trained", "return": 1.0, "advantage": 0.5}
     record |= {"stop_reason": "stop", "sampled_tokens": 1, "steps": [turn]}
-    for number in (1, 2):
+    for number in (TABLE_STEPS - 1, TABLE_STEPS):
         folder.append_trajectories([record])
         folder.log_step(step(number))
     folder.close()
