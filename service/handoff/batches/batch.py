@@ -30,6 +30,7 @@ import numpy as np
 
 from service.columns import check_choice, concat, lengths_of, select
 from service.handoff.batches.batch_metrics import (
+    info_means,
     length_metrics,
     merge_metrics,
     staleness_metrics,
@@ -43,7 +44,6 @@ from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
 from service.handoff.prefixes.merge import Mode, check_whole, merge_in_order
 from service.handoff.prefixes.sharing import shared_form
-from service.handoff.steps.info import info_means
 from service.handoff.steps.tables import Episodes, ends_table, name_of, steps_table
 from service.handoff.steps.values import ROLES, TRAINED, Role
 from service.types import Int32s, Int64s, MiniBatch, Rows, Step, Steps, TrajectoryEnd
@@ -113,17 +113,18 @@ def formed(
         merged.rows, trajectory_R, prompt_G, settings.ranks, settings.token_budget, settings.layout
     )
     rows, trajectory_R = select(merged.rows, placement.row_R, copy=True), trajectory_R[placement.row_R]
-    masked = mask(rows, trajectory_R, len(prompt_G), history, settings.max_staleness)
-    ranks = micro_batches(rows, masked.staleness_N, trajectory_R, placement)
+    staleness_N = history.staleness(rows.versions_N, history.current)
+    masked = mask(rows, staleness_N, trajectory_R, len(prompt_G), settings.max_staleness)
+    ranks = micro_batches(rows, staleness_N, trajectory_R, placement)
     metrics = (
         merge_metrics(merged.counts)
         | length_metrics(lengths_of(merged.rows.offsets_R), placement, ranks)
         | sharing
-        | turn_metrics(rows, played.steps, len(prompt_G))
         | advantages.metrics
-        | staleness_metrics(masked.staleness_N, masked.loss_before_G, masked.stale_G)
+        | staleness_metrics(staleness_N, masked.loss_before_G, masked.stale_G)
         | token_metrics(played.steps, masked.loss_G, masked.stale_G, untrained_P)
         | info_means(played.ends)
+        | turn_metrics(rows, played.steps, len(prompt_G))
     )
     batch = MiniBatch(
         lease=lease,
@@ -178,25 +179,22 @@ def without_untrained(
 
 
 class LossMask(NamedTuple):
-    """Result of `mask`: each token's staleness; and of each trajectory, how many tokens carried loss before the mask,
-    how many of them are too stale, and how many still carry loss."""
+    """Of each trajectory: the tokens that carried loss before `mask`, those of them that are too stale, and those that
+    still carry loss."""
 
-    staleness_N: Int32s
-    """Number of versions between sampling and training; -1 for a token that no policy sampled."""
     loss_before_G: Int64s
     stale_G: Int64s
     loss_G: Int64s
 
 
-def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None) -> LossMask:
+def mask(rows: Rows, staleness_N: Int32s, trajectory_R: Int32s, count: int, max_staleness: int | None) -> LossMask:
     """Set the loss mask to False, in place, for stale tokens and those without a finite log-probability; G = `count`.
 
     staleness     -1 0 3 3       max_staleness 2
     log-probab.    0 . . nan
     loss mask      0 1 1 1   ->  0 1 0 0       1 stale token
     """
-    staleness_N, mask_N = history.staleness(rows.versions_N, history.current), rows.loss_mask_N
-    loss_before_G = _per_trajectory(rows, trajectory_R, count)
+    loss_before_G, mask_N = _per_trajectory(rows, trajectory_R, count), rows.loss_mask_N
     finite_N = np.isfinite(rows.logprobs_N)
     np.logical_and(mask_N, finite_N, out=mask_N)
     loss_G = _per_trajectory(rows, trajectory_R, count)
@@ -205,7 +203,7 @@ def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, 
         np.logical_and(mask_N, staleness_N <= max_staleness, out=mask_N)
         stale_G = loss_G - _per_trajectory(rows, trajectory_R, count)
     np.copyto(rows.logprobs_N, 0, where=~mask_N)
-    return LossMask(staleness_N, loss_before_G, stale_G, loss_G - stale_G)
+    return LossMask(loss_before_G, stale_G, loss_G - stale_G)
 
 
 def _per_trajectory(rows: Rows, trajectory_R: Int32s, count: int) -> Int64s:

@@ -1,4 +1,5 @@
-"""Metrics computed while a mini-batch is formed: its rewards, merge, row lengths, padding, turns, staleness, tokens.
+"""Metrics computed while a mini-batch is formed: its rewards, merge, row lengths, padding, turns, staleness,
+tokens, and the means of what environments say.
 
 `generate/batch_padded_seq_len` is the padded length: the length to which all rows would be padded in one array.
 
@@ -7,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +19,9 @@ from service.columns import lengths_of
 from service.handoff.batches.estimators import ROUNDING, ranges
 from service.handoff.batches.pack import Placement
 from service.handoff.ledger.events import Fate, GroupStats
+from service.handoff.steps.info import INFOS, MAX_INFO_NAMES
 from service.handoff.steps.tables import by_turn, is_truncated_K
-from service.types import Float64s, Int32s, Int64s, MicroBatch, Rows, Steps
+from service.types import Ends, Float64s, Int32s, Int64s, MicroBatch, Rows, Steps
 
 
 def merge_metrics(counts: dict[str, int]) -> dict[str, float]:
@@ -118,4 +121,28 @@ def reward_metrics(trained: GroupStats, filtered: GroupStats | None = None) -> d
         "reward/groups_all_zero": every.zeros / every.groups,
         "reward/groups_all_one": every.ones / every.groups,
         "generate/filtered_groups": float(every.groups - trained.groups),
+    }
+
+
+def info_means(ends: Ends) -> dict[str, float]:
+    """The means over the trajectories of each environment, named `environment/<environment>/<name>`. A trajectory whose
+    `info` lacks the name counts as 0; one whose number is not finite does not count.
+
+    {"search_r1": {"searches": 2}}  {"search_r1": {"searches": 1}}   ->   environment/search_r1/searches 1.5
+    """
+    count, sums = Counter[str](), dict[str, Counter[str]]()
+    uncounted = Counter[tuple[str, str]]()
+    for code, times in Counter(ends.info_E.tolist()).items():
+        for environment, info in INFOS.decode(ends.infos[code] or "{}").items():
+            count[environment] += times
+            of = sums.setdefault(environment, Counter())
+            for name, number in info.items():
+                if number is None:
+                    uncounted[environment, name] += times
+                elif name in of or len(of) < MAX_INFO_NAMES:
+                    of[name] += times * number  # type: ignore[assignment]
+    return {
+        f"environment/{environment}/{name}": total / (count[environment] - uncounted[environment, name])
+        for environment, of in sums.items()
+        for name, total in of.items()
     }

@@ -103,7 +103,8 @@ def check_whole(steps: Steps) -> Steps:
 def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) -> _Layout:
     first_K, item_K = changes(number_K), np.arange(len(steps))
     begins_K = first_K | (mode == "off")
-    chained_K = _chained(steps, number_K, begins_K)
+    same_kind_K = begins_K | ~changes(steps.temperature_K, steps.has_logprobs_K)
+    chained_K = _chained(steps, number_K, begins_K, same_kind_K)
     chain_C = item_K[chained_K]
     row_C = np.maximum.accumulate(np.where(begins_K, item_K, 0))[chained_K]
     last_K = item_K.copy()
@@ -126,9 +127,8 @@ def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) 
     return _Layout(start_C[order], stop_C[order], live_C[order], row_C[order], last_K)
 
 
-def _chained(steps: Steps, number_K: Int64s, begins_K: Bools) -> Bools:
+def _chained(steps: Steps, number_K: Int64s, begins_K: Bools, same_kind_K: Bools) -> Bools:
     """[K] whether every step of the step's trajectory begins a row or continues the whole step before it."""
-    same_kind_K = begins_K | ~changes(steps.temperature_K, steps.has_logprobs_K)
     index_before_K = np.where(begins_K, -1, np.roll(steps.index_K, 1))
     before_K = np.where(begins_K, 0, np.roll(total_lengths(steps), 1))
     refers_K = same_kind_K & (steps.extends_K == index_before_K) & (steps.extends_length_K == before_K)

@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.batches.batch_metrics import info_means
 from service.handoff.batches.credit import Rule
 from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.batches.pack import Layout, in_bins, place
 from service.handoff.ledger.events import Ended, GroupState, GroupStats
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import VersionHistory
-from service.handoff.steps.info import MAX_INFO_BYTES, MAX_INFO_NAMES, info_means, packed_info
+from service.handoff.steps.info import MAX_INFO_BYTES, MAX_INFO_NAMES, packed_info
 from service.handoff.steps.tables import ends_table
 from service.handoff.steps.values import OVER_LONG
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
