@@ -8,7 +8,8 @@ from service.config import Config
 from service.config.checks import check_bytes
 from service.learn.model.router_replay import routing_of_model
 from service.model_folder import head_rows, values_left_aside
-from service.plan.memory import FitSettings, check_engine, refuse_too_large
+from service.plan.engine import check_engine
+from service.plan.memory import FitSettings, refuse_too_large
 from service.rollout.chat.chat import load_chat
 from service.rollout.check_inputs import check_environments
 from service.rollout.prompts.dataset import load_tasks

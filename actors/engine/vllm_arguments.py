@@ -14,7 +14,7 @@ from service.errors import UserError
 from service.files import free_memory
 from service.learn.model.hf_config import read_config
 from service.model_folder import EXPERTS, model_config, text_part, weight_files
-from service.plan.memory import BLOCK_TOKENS, request_bytes
+from service.plan.engine import BLOCK_TOKENS, request_bytes
 from service.types import MAX_SUPPORT
 
 OWNER_PID = "BATON_OWNER_PID"

@@ -75,6 +75,11 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         lambda: check_scorers(config.scorers),
         lambda: advantage_rule(config),
     ]
+    if model.make is not None:
+        from service.plan.engine import check_engine, made_model
+
+        made = model.make
+        looks.append(lambda: check_engine(made_model(made, config.env), config.generator, model.dtype))
     if ":" in config.algorithm.loss:  # the names of built-in losses are known without loading torch
         from service.learn.losses.policy_losses import loss_named
 
@@ -107,12 +112,13 @@ def _estimates(config: Config) -> list[str]:
     machine; `UserError` if it is too large for known GPUs or the bounds of the buffer, or no engine can run it."""
     from service.config.checks import check_bytes
     from service.model_folder import is_model_folder
+    from service.plan.engine import check_engine
 
     if config.model.path is None or not is_model_folder(config.model.path):
         return []
     from service.learn.model.hf_config import read_config
     from service.learn.model.router_replay import routing_of_model
-    from service.plan.memory import GPUS, FitSettings, check_engine, fit, known_gpu, refuse_too_large
+    from service.plan.memory import GPUS, FitSettings, fit, known_gpu, refuse_too_large
     from service.run.checkpoints import disk_notes
     from service.run.folder import runs_folder
 

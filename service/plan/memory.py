@@ -1,5 +1,5 @@
 """The memory that a rank and an engine need on their GPUs, and a node in its host, by arithmetic on the shapes of the
-model's weights; and whether the GPUs of an engine can divide the model.
+model's weights.
 
 The bytes of activations are those of a decoder layer's tensors in torch without compilation; they were checked against
 training steps of seven models. Compiled layers keep less.
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-from transformers import PretrainedConfig
 
 from service.config import Config
 from service.config.learn import TrainerConfig
@@ -28,6 +27,7 @@ from service.learn.model.policy_model import Checkpointing, stored_shapes, train
 from service.learn.model.router_replay import routing_of_model
 from service.learn.settings import LearnSettings
 from service.model_folder import EMBEDDING, experts_of
+from service.plan.engine import ITEM_BYTES, kv_token_bytes
 
 
 class Gpu(NamedTuple):
@@ -55,16 +55,6 @@ PROCESS_BYTES = 5e9
 """Bytes of host memory that a rank or an engine takes for libraries and buffers, assumed."""
 COMPILED = 0.63
 """Bytes that a compiled layer keeps for its backward pass, over those of the same layer without compilation."""
-
-BLOCK_TOKENS = 32
-"""Tokens per block of the KV cache on CPU; vLLM's default is 128, with which short conversations would rarely share
-blocks."""
-
-VOCABULARY_ROWS = 64
-"""Engines pad the rows of embedding and output head to a multiple of this number."""
-
-DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-"""Dimensions of a model that are divided equally among the GPUs of an engine."""
 
 
 class FitSettings(NamedTuple):
@@ -154,7 +144,7 @@ class Size(NamedTuple):
 
 def rank_bytes(size: Size, learn: LearnSettings, level: Checkpointing, ranks: int) -> dict[str, float]:
     """Peak bytes on the GPU of one of `ranks` ranks, by part, in a step whose micro-batches are full."""
-    trainer, width = learn.trainer, bytes_of_parameter(learn)
+    trainer, width = learn.trainer, ITEM_BYTES[learn.model.dtype]
     is_sharded = ranks > 1 or trainer.sharded
     shards = shards_of(trainer, ranks)
     master = 4 if is_sharded or width > 2 else 4 + width  # unsharded masters lie beside the bfloat16 weights
@@ -187,7 +177,7 @@ def shards_of(trainer: TrainerConfig, ranks: int) -> int:
 
 def host_bytes(size: Size, settings: FitSettings) -> dict[str, float]:
     """Bytes of memory that a full node with rank 0 and the driver needs, by what they hold."""
-    trainer, weights = settings.learn.trainer, size.trained * bytes_of_parameter(settings.learn)
+    trainer, weights = settings.learn.trainer, size.trained * ITEM_BYTES[settings.learn.model.dtype]
     here = size.trained * min(1.0, GPUS_OF_A_NODE / shards_of(trainer, trainer.ranks))  # parameters of the node's ranks
     return {
         "processes": PROCESS_BYTES * min(GPUS_OF_A_NODE, settings.gpus),
@@ -197,58 +187,6 @@ def host_bytes(size: Size, settings: FitSettings) -> dict[str, float]:
         "final weights": weights,
         "buffer": settings.buffer_bytes,
     }
-
-
-def bytes_of_parameter(learn: LearnSettings) -> float:
-    """Bytes of a parameter in the data type of the model."""
-    return torch.finfo(getattr(torch, learn.model.dtype)).bits / 8
-
-
-def kv_token_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """Bytes that the keys and values of one token take on one GPU of an engine, in the layers and key heads (at least
-    one) that it computes. Layers of linear attention keep a state per request instead."""
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    heads = max(1, model.num_key_value_heads // generator.tensor_parallel_size)
-    stages = generator.engine_gpus // generator.tensor_parallel_size
-    linear = (getattr(model, "layer_types", None) or []).count("linear_attention")
-    layers = min(-(-model.num_hidden_layers // stages), model.num_hidden_layers - linear)
-    return int(2 * layers * heads * head_dim * getattr(torch, dtype).itemsize)
-
-
-def request_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """Bytes that the longest request takes in the KV cache on each GPU of an engine, in whole blocks."""
-    blocks = -(-generator.longest_row // BLOCK_TOKENS) + 1
-    tokens = blocks * BLOCK_TOKENS * kv_token_bytes(model, generator, dtype)
-    linear: int = (getattr(model, "layer_types", None) or []).count("linear_attention")
-    if not linear:
-        return tokens
-    # each layer of linear attention has two float32 states; blocks of full attention are as large as a state
-    values: int = model.linear_num_value_heads * model.linear_value_head_dim
-    state: int = 4 * values * (model.linear_key_head_dim + 3 * model.linear_conv_kernel_dim)
-    layers: int = model.num_hidden_layers
-    return tokens + (layers + linear) * state
-
-
-def check_engine(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> None:
-    """Raises `UserError` if an engine's GPUs cannot split the model, or its KV cache cannot hold the longest
-    request."""
-    gpus, kv_heads = generator.tensor_parallel_size, model.num_key_value_heads
-    numbers = {name: number for name in DIVIDED if (number := getattr(model, name, None))}
-    numbers["vocabulary rows"] = -(-model.vocab_size // VOCABULARY_ROWS) * VOCABULARY_ROWS
-    wrong = [f"{name} {number}" for name, number in numbers.items() if number % gpus]
-    if kv_heads % gpus and gpus % kv_heads:  # with fewer key heads than GPUs, the heads are replicated
-        wrong.append(f"num_key_value_heads {kv_heads}")
-    if wrong:
-        raise UserError(
-            f"generator.tensor_parallel_size: {gpus} GPUs cannot divide the model among themselves "
-            f"({', '.join(wrong)}); use a divisor of them"
-        )
-    size, longest = generator.kv_cache_bytes, request_bytes(model, generator, dtype)
-    if size is not None and size < longest:
-        raise UserError(
-            f"generator.kv_cache_bytes: {size} cannot hold one request of generator.max_input_length + "
-            f"max_generate_length ({generator.longest_row}) tokens, which takes {longest} bytes; raise it"
-        )
 
 
 class Fit(NamedTuple):
@@ -338,7 +276,7 @@ def fit(settings: FitSettings, folder: Path, gpu_bytes: float) -> Fit:
     """The memory that a configuration needs on GPUs of `gpu_bytes`; `folder` needs only a `config.json`."""
     learn, generator = settings.learn, settings.generator
     size = Size.of(folder, learn, generator.record_experts)
-    width = bytes_of_parameter(learn)
+    width = ITEM_BYTES[learn.model.dtype]
     engine = size.parameters * width / generator.engine_gpus + ENGINE_BYTES
     kv = generator.kv_cache_bytes or gpu_bytes * generator.gpu_memory_utilization - engine
     # an engine on the rank's GPU loads from a whole copy of the trained weights

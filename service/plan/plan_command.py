@@ -16,6 +16,7 @@ from service.config.load import checked_config
 from service.errors import UserError
 from service.handoff.group_bytes import TOKEN_BYTES
 from service.model_folder import MODEL_CONFIG, check_description, is_model_folder
+from service.plan.engine import check_engine
 from service.run.folder import count
 from service.run.phases import phase
 
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase("loading PyTorch", _say):
         from service.learn.model.hf_config import read_config
         from service.learn.model.router_replay import routing_of_model
-        from service.plan.memory import GPUS, GPUS_OF_A_NODE, FitSettings, check_engine
+        from service.plan.memory import GPUS, GPUS_OF_A_NODE, FitSettings
         from service.plan.splits import SplitTable, Work
 
     if arguments.gpu not in GPUS:

@@ -28,11 +28,15 @@ CHAT_TEMPLATE = (
 )
 
 
+def words_of(vocabulary: Sequence[str]) -> list[str]:
+    """The words of a made tokenizer in the order of their ids."""
+    return list(dict.fromkeys((*SPECIALS, *ROLES, *vocabulary)))
+
+
 def make_tokenizer(folder: Path, vocabulary: Sequence[str]) -> None:
     """Write a word-level tokenizer with a chat template. Special tokens have the lowest ids, then come roles, then
     words."""
-    words = list(dict.fromkeys((*SPECIALS, *ROLES, *vocabulary)))
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words_of(vocabulary))}, unk_token=UNKNOWN))
     backend.pre_tokenizer = WhitespaceSplit()
     _write(folder, backend)
 

@@ -15,7 +15,8 @@ from service.config.rollout import GeneratorConfig
 from service.config.tree import SHORT_ANSWER
 from service.errors import UserError
 from service.learn.model.hf_config import MAX_SHAPE, read_config
-from service.plan.memory import GPUS, MARGIN, FitSettings, check_engine, fit, kv_token_bytes, request_bytes
+from service.plan.engine import check_engine, kv_token_bytes, request_bytes
+from service.plan.memory import GPUS, MARGIN, FitSettings, fit
 from tests.families.small import small_config
 
 ROOT = Path(__file__).parents[3]
@@ -217,6 +218,26 @@ def test_what_no_engine_or_gpu_can_hold_is_one_line_of_the_validation(
     assert validated(model, setting) == 2
     said = capsys.readouterr().err
     assert told in said and setting.partition("=")[0] in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "generator.tensor_parallel_size=3",
+        "generator.tensor_parallel_size=16",
+        "generator.tensor_parallel_size=3 model.make.hidden_size=192",  # which leaves the rows of its vocabulary
+        "generator.kv_cache_bytes=1000",
+    ],
+)
+def test_validation_plan_and_run_refuse_the_same_engines_of_a_made_model(
+    settings: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quickstart, words = ROOT / "configs/quickstart.yaml", settings.split()
+    with pytest.raises(UserError) as refused:
+        prepare(load([quickstart], words).config, tmp_path)
+    for command in (["config", "validate"], ["plan"]):
+        assert main([*command, "--config", str(quickstart), *words]) == 2
+        assert capsys.readouterr().err.endswith(f"{words[0]}: {str(refused.value).partition(': ')[2]}\n")
 
 
 def test_a_cache_that_holds_one_request_passes_and_fewer_bytes_are_refused_before_ray(
