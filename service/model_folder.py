@@ -28,8 +28,10 @@ FAMILIES = (
 )  # fmt: skip
 """Model types that can be trained: they pass the comparisons of `tests/families`, and vLLM supports them."""
 
-SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "typical_p": 1.0}
-SAMPLING |= dict.fromkeys(("presence_penalty", "frequency_penalty", "no_repeat_ngram_size"), 0)
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "do_sample": True}
+SAMPLING |= dict.fromkeys(("num_beams", "repetition_penalty", "encoder_repetition_penalty", "typical_p"), 1)
+SAMPLING |= dict.fromkeys(("presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "eta_cutoff"), 0)
+SAMPLING |= {"epsilon_cutoff": 0, **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"))}
 """Values of a generation_config.json about sampling, each with the value that changes nothing."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys under which a config.json may have the number of experts per layer; the key depends on the family."""
@@ -257,7 +259,7 @@ def values_left_aside(folder: Path, generator: object) -> str | None:
         return None
     used = {name: getattr(generator, name, neutral) for name, neutral in SAMPLING.items()}
     found = {name: value for name, value in _json(file).items() if value not in (None, used.get(name, value))}
-    listed = ", ".join(f"{name}={value}" for name, value in sorted(found.items()))
+    listed = ", ".join(f"{name}={value!r}" for name, value in sorted(found.items()))
     return f"model.path: {file.name} is left aside, the settings of generator count: {listed}" if found else None
 
 

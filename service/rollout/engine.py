@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from service.columns import nested_offsets
 from service.config.rollout import EnvConfig, GeneratorConfig, RoleConfig
 from service.handoff.steps.values import StopReason
 from service.handoff.validate import LOGPROB_TOLERANCE
@@ -153,11 +154,13 @@ def validate_generation(answer: Generation, prompt_length: int, max_tokens: int,
     experts = answer.routed_experts
     if experts is not None and (experts.ndim != 3 or len(experts) > prompt_length + n_tokens or 0 in experts.shape[1:]):
         return f"{_shape(experts)} routed experts for {prompt_length} + {n_tokens} tokens"
-    if answer.support_size is not None and (largest := int(answer.support_size.max(initial=0))) > MAX_SUPPORT:
-        remedy = (
-            f"set generator.top_k, to at most {MAX_SUPPORT}, or more tokens than generator.top_k are equally probable"
-        )
-        return f"a token that was drawn from {largest} tokens or more: {remedy}"
+    if (sizes := answer.support_size) is not None:
+        if (largest := int(sizes.max(initial=0))) > MAX_SUPPORT:
+            remedy = f"set generator.top_k to at most {MAX_SUPPORT}, or if it is set, too many are equally probable"
+            return f"a token that was drawn from {largest} tokens or more: {remedy}"
+        n_others = None if answer.support is None else len(answer.support)
+        if sizes.shape != (n_tokens,) or n_others != nested_offsets(sizes)[-1]:
+            return f"{_shape(sizes)} sizes and {n_others} ids of supports for {n_tokens} tokens"
     if not n_tokens:
         ended = answer.sampled_end or answer.stop_reason == StopReason.LENGTH
         return f"no token, but the end {answer.stop_reason!r}" if ended else None
@@ -165,7 +168,8 @@ def validate_generation(answer: Generation, prompt_length: int, max_tokens: int,
 
 
 def _bad_value(answer: Generation, vocab_size: int) -> str | None:
-    low, high = int(answer.token_ids.min()), int(answer.token_ids.max())
+    ids = answer.token_ids if answer.support is None else np.concatenate((answer.token_ids, answer.support))
+    low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         return f"the token {low if low < 0 else high} of a vocabulary of {vocab_size}"
     if answer.versions.min() < 0:

@@ -31,13 +31,15 @@ def test_the_values_of_a_generation_config_that_the_run_leaves_aside_are_named(t
         "temperature": 1.0,
         "top_p": 0.95,
         "top_k": 20,
-        "repetition_penalty": 1.05,
+        "repetition_penalty": 1.0,
         "eos_token_id": 3,
         "min_p": None,
+        "do_sample": False,
+        "suppress_tokens": [1],
     }
     (tmp_path / "generation_config.json").write_text(json.dumps(file))
     said = values_left_aside(tmp_path, GeneratorConfig(top_k=20))
-    assert said is not None and said.endswith("repetition_penalty=1.05, top_p=0.95")
+    assert said is not None and said.endswith(": do_sample=False, suppress_tokens=[1], top_p=0.95")
     assert values_left_aside(tmp_path, GeneratorConfig(temperature=0.6)).count("temperature=1.0") == 1  # type: ignore[union-attr]
 
 

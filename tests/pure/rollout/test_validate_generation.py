@@ -28,8 +28,8 @@ PROMPT_TOKENS = 200
 
 def three(**columns: Any) -> Generation:
     """Three tokens, with these columns in place of good ones."""
-    kinds = {"logprobs": np.float32, "versions": np.int64, "routed_experts": np.int16}
-    return replace(THREE, **{name: np.asarray(of, kinds.get(name)) for name, of in columns.items()})
+    kinds = {"versions": np.int64, "routed_experts": np.int16, "support_size": np.uint16, "support": np.int32}
+    return replace(THREE, **{name: np.asarray(of, kinds.get(name, np.float32)) for name, of in columns.items()})
 
 
 WRONG: dict[str, Generation] = {
@@ -51,7 +51,12 @@ WRONG: dict[str, Generation] = {
     "ended for the reason None": replace(THREE, stop_reason=None),  # type: ignore[arg-type]
     "200 x 2 x 1 routed": three(routed_experts=np.zeros((PROMPT_TOKENS, 2, 1))),
     "5 x 2 routed experts": three(routed_experts=np.zeros((5, 2))),
-    "drawn from 513 tokens or more: set generator.top_k": three(support_size=[1, 513, 2]),
+    "drawn from 513 tokens or more: set generator.top_k": three(support_size=[1, 513, 2], support=[9]),
+    "2 sizes and 1 ids of supports for 3 tokens": three(support_size=[1, 2], support=[9]),
+    "3 sizes and 1 ids of supports for 3": three(support_size=[1, 2, 2], support=[9]),
+    "3 sizes and None ids of supports for 3": three(support_size=[1, 1, 1]),
+    "the token -1 of a vocabulary": three(support_size=[1, 1, 2], support=[-1]),
+    "the token 69 of a vocabulary of 69": three(support_size=[0, 1, 2], support=[69]),
     "5 x 0 x 2 routed experts": three(routed_experts=np.zeros((5, 0, 2))),
 }
 
