@@ -325,7 +325,7 @@ class ConversationTree:
             logprobs = step.logprobs if step.logprobs is not None else np.zeros(len(step.response_ids), np.float32)
             response = Response(step.response_ids, logprobs, step.loss_mask, step.versions)
             carried = token_ids[begins : len(token_ids) - len(response.token_ids)]
-            said = self._chat.text(response.token_ids) if parent is None else ""
+            said = self._chat.said(response.token_ids) if parent is None else ""
             begun = None
             if note.system is not None:
                 begun = Beginning(bytes.fromhex(note.system), self._chat.text(carried), note.has_tools)
@@ -347,7 +347,7 @@ class ConversationTree:
         self._newest_of[call.body] = call
 
     def _reply(self, token_ids: Int32s, brings_tokens: bool, tools: Sequence[Tool]) -> Reply:
-        text = self._chat.text(token_ids)
+        text = self._chat.said(token_ids)
         return Reply(text, "", ()) if brings_tokens else self._parser.parse(text, tools, token_ids.tolist())
 
     def unsampled(self, opened: PreparedCall, text: str) -> AgentCall:

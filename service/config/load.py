@@ -6,7 +6,8 @@ import argparse
 import difflib
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, Union, get_args, get_origin
 
@@ -14,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from service.config.checks import check
+from service.config.checks import check, problems
 from service.config.engine_options import refusal
 from service.config.section import PATTERNS
 from service.config.source import ConfigSource, KeyPath, plain, read_sources, short
@@ -51,9 +52,9 @@ def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
     return load(files, overrides).config
 
 
-def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
+def load(files: Sequence[Path], overrides: Sequence[str] = (), with_rules: bool = False) -> Loaded:
     """Load a configuration with the place where each value was set; `ConfigError` has a line for each unknown key and
-    wrong value."""
+    wrong value. `with_rules`: then also for each refused combination of the other settings."""
     source = read_sources(files, overrides)
     try:
         return Loaded(Config.model_validate(source.values), source)
@@ -67,7 +68,9 @@ def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
             for path, details in by_path.items()
             if not any(other[: len(path)] == path for other in by_path if other != path)  # another member fits better
         ]
-        raise ConfigError("\n".join(lines)) from None
+        told = "\n".join([*lines, *(_refused_besides(source.values, by_path, lines) if with_rules else ())])
+        with source.named_in_errors():
+            raise ConfigError(told) from None
 
 
 def checked_config(arguments: argparse.Namespace, overrides: list[str], is_checked: bool = True) -> Loaded:
@@ -76,7 +79,7 @@ def checked_config(arguments: argparse.Namespace, overrides: list[str], is_check
     no_more_words(arguments)
     if not arguments.config:
         raise UserError("give a configuration: --config FILE (such as --config configs/quickstart.yaml)")
-    loaded = load(arguments.config, overrides)
+    loaded = load(arguments.config, overrides, with_rules=True)
     if is_checked:
         check(loaded.config, loaded.source)
     return loaded
@@ -121,6 +124,25 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
             if (section := section_of(member)) is not None:
                 return section
     return None
+
+
+def _refused_besides(values: Mapping[str, Any], wrong: Collection[KeyPath], lines: Sequence[str]) -> list[str]:
+    """The refused combinations of settings that have to do with none of the keys that are wrong, or meant, according to
+    `lines`. Needs of memory depend on most settings."""
+    rest: Any = deepcopy(values)
+    try:
+        for path in sorted(wrong, key=len, reverse=True):
+            section = rest
+            for key in path[:-1]:
+                section = section[key]
+            section.pop(path[-1], None)
+        found = problems(Config.model_validate(rest))
+    except (ValidationError, LookupError, TypeError, AttributeError):  # a key is missing, or a value of a list is wrong
+        return []
+    meant = re.findall(r"did you mean (?:\w+\.)*(\w+)", " ".join(lines))
+    unknown = {*meant, *(path[-1] for path in wrong)} & {path[-1] for path in key_paths()}
+    sizes = "buffer.max_bytes", "buffer.max_group_bytes", "buffer.max_journal_bytes"
+    return [one for one in found if not unknown & {*re.findall(r"\w+", one)} and not one.startswith(sizes)]
 
 
 def _tree_path(detail: ErrorDetails, source: ConfigSource) -> KeyPath:

@@ -127,7 +127,7 @@ async def generate_turn(
 def _text_until_stop(chat: Chat, stop: tuple[str, ...], token_ids: Int32s) -> str:
     """The text for the environment, up to and including the first stop string; the rest of the last token's text is
     dropped."""
-    text = chat.text(token_ids)
+    text = chat.said(token_ids)
     ends = [found + len(s) for s in stop if (found := text.find(s)) >= 0]
     return text[: min(ends)] if ends else text
 

@@ -19,11 +19,22 @@ from service.handoff.steps.values import Role, StopReason
 HALF = re.compile("[\ud800-\udfff]")
 MAIN = str(Role.MAIN)
 """Name of the role that has the first turn."""
+MESSAGE_ROLES = {role: role for role in ("user", "assistant", "system", "tool", "developer")}
+MESSAGE_ROLES |= {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+"""The usual roles of messages, and those of ShareGPT and its like, with what they mean."""
 
 
 def is_text(value: Any) -> bool:
     """True if a value is a text that can be encoded as UTF-8: one without half of a surrogate pair."""
     return isinstance(value, str) and (str.isascii(value) or not HALF.search(value))
+
+
+def refuse_other_role(role: Any) -> None:
+    """Raises `ValueError` if a message's role is another name for a usual one, which a chat template would drop, or
+    show as it is."""
+    name = role.strip().lower() if isinstance(role, str) else role
+    if (usual := MESSAGE_ROLES.get(name, role)) != role:
+        raise ValueError(f'write "role": "{usual}" and "content", not the role {role!r}')
 
 
 class Message(TypedDict):

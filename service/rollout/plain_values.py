@@ -21,7 +21,7 @@ import numpy as np
 from service.handoff.steps.values import NEEDED, StopReason, is_reward
 from service.rollout.chat.tools import MAX_DEPTH, is_shallow
 from service.rollout.engine import AgentLimits
-from service.rollout.environment import MAIN, Message, StepResult
+from service.rollout.environment import MAIN, Message, StepResult, refuse_other_role
 from service.rollout.user_errors import describe_error, type_name
 
 BYTES = (bytes, bytearray, memoryview)
@@ -73,6 +73,10 @@ def read_messages(field: str, limits: AgentLimits, value: Any) -> list[Message]:
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise NotAllowed(reason, f"{field}[{i}] needs a role and a text as content")
+        try:
+            refuse_other_role(message["role"])
+        except ValueError as error:
+            raise NotAllowed(reason, f"{field}[{i}]: {error}") from None
     return messages
 
 

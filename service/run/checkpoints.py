@@ -23,6 +23,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from service.errors import UserError
 from service.files import sync, write_atomic
 
+log = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 """Number of the manifest's format. Each version of Baton reads only its own format."""
@@ -126,7 +128,7 @@ class Checkpoints:
         self._hashed[step] = self._stamps(manifest)
         readable = [found for found in self._readable() if found.step <= step]
         # Files that have not changed since they were last hashed are not read again.
-        whole = (one for one in readable if self._stamps(one) == self._hashed.get(one.step) or self._is_whole(one))
+        whole = (one for one in readable if self._stamps(one) == self._hashed.get(one.step) or self._is_whole(one.step))
         kept = [found.step for found in whole][: self._keep]
         for other in self._steps():
             if other not in kept:
@@ -135,7 +137,7 @@ class Checkpoints:
                 except OSError as error:
                     if other > step:  # it would be taken for the newest one
                         raise
-                    logging.getLogger(__name__).warning("an old checkpoint stays: %s", error)
+                    log.warning("an old checkpoint stays: %s", error)
         return min(kept)
 
     def drop_unfinished(self) -> None:
@@ -146,9 +148,20 @@ class Checkpoints:
                 self._remove(step)
 
     def newest(self) -> Manifest | None:
-        """The manifest of the newest checkpoint whose files match it, or None; `UserError` if a checkpoint has another
-        format, because the next checkpoint would delete it."""
-        return next((manifest for manifest in list(self._readable()) if self._is_whole(manifest)), None)
+        """The manifest of the newest checkpoint whose files match it, or None; a line says which newer ones are
+        damaged. `UserError` if a checkpoint has another format, because the next checkpoint would delete it."""
+        list(self._readable())
+        damaged: list[UserError] = []
+        for step in reversed(self.steps()):
+            try:
+                manifest = self.manifest(step)
+            except UserError as error:
+                damaged.append(error)
+                continue
+            for reason in damaged:
+                log.warning("%s: that of step %d is taken", reason, step)
+            return manifest
+        return None
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints that have a manifest, in order; manifests and files are not checked."""
@@ -158,9 +171,11 @@ class Checkpoints:
         """The manifest of a step's checkpoint; `UserError` if there is none, or names the first file that does not
         match it."""
         path, manifest = self.path(step), self._read(step)
+        stamps = self._stamps(manifest)
         for name, expected in manifest.files.items():
             if damage := _damage(path / name, expected):
                 raise UserError(f"{path}: the checkpoint is damaged, {name:.200} {damage}; use another one")
+        self._hashed[step] = stamps
         return manifest
 
     def _readable(self) -> Iterator[Manifest]:
@@ -210,12 +225,10 @@ class Checkpoints:
             (path / MANIFEST).unlink()
         shutil.rmtree(path, ignore_errors=True)
 
-    def _is_whole(self, manifest: Manifest) -> bool:
-        stamps, path = self._stamps(manifest), self.path(manifest.step)
-        if any(_damage(path / name, expected) for name, expected in manifest.files.items()):
-            return False
-        self._hashed[manifest.step] = stamps
-        return True
+    def _is_whole(self, step: int) -> bool:
+        with suppress(UserError):
+            return bool(self.manifest(step))
+        return False
 
     def _stamps(self, manifest: Manifest) -> _Stamps:
         """The size and time stamps of the files that exist."""

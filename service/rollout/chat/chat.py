@@ -55,6 +55,9 @@ ASKED = (Message(role="user", content="?"), Message(role="assistant", content=MA
 
 ANSWER = Message(role="tool", content=f"baton-marks-the-answer-{secrets.token_hex(8)}")
 
+CALL_HEADER = re.compile(r"to=functions\.([\w.-]+)")
+"""In the header of a message that is a call, the name of its tool."""
+
 Tool = Mapping[str, Any]
 """The JSON schema of a tool, in the form that chat templates expect."""
 
@@ -164,6 +167,8 @@ class Chat:
         self.closing_id: int | None = None
         """The token with which the template closes an earlier turn; None: the next message's first token ends it."""
         self._all_ends = {eos}
+        self._header, self._begins = "", -1
+        """What the policy writes before its answer if a turn may have several messages, and its last special token."""
         self._find_ends()
         unknown = tokenizer.unk_token_id
         self.unknown_id: int | None = None if unknown in self.end_ids else unknown
@@ -222,6 +227,29 @@ class Chat:
     def text(self, response_ids: Int32s, with_special: bool = False) -> str:
         """The text of a response, with or without special tokens."""
         return self._special_tokens.decode(response_ids, with_special)
+
+    def said(self, response_ids: Int32s) -> str:
+        """The text of a response. A turn of several messages, which have headers, is written as other families do:
+
+        <|channel|>analysis<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>
+            -> <think>2+2</think>4
+        <|channel|>commentary to=functions.add<|message|>{"x": 2}<|call|>
+            -> <tool_call>{"name": "add", "arguments": {"x": 2}}</tool_call>
+        """
+        if self._begins not in response_ids:  # no message has begun
+            return self.text(response_ids)
+        thoughts, answer = [], ""
+        for message in np.split(response_ids, np.flatnonzero(response_ids == self.closing_id) + 1):
+            begins = [-1, *np.flatnonzero(message == self._begins).tolist()][-1] + 1
+            header, text = self.text(message[:begins], True), self.text(message[begins:]) if begins else ""
+            if call := CALL_HEADER.search(header):
+                answer += f'<tool_call>{{"name": "{call[1]}", "arguments": {text}}}</tool_call>'
+            elif header.endswith(self._header):
+                answer += text
+            elif text:
+                thoughts.append(text)
+        thinking = f"<think>{chr(10).join(thoughts)}" if thoughts else ""
+        return f"{thinking}</think>{answer}" if thinking and answer else thinking + answer
 
     def plain(self, text: str, continues: bool = False) -> Int32s:
         """Token ids of a text from a policy, an environment or a dataset; special tokens in it are broken. `continues`:
@@ -282,7 +310,7 @@ class Chat:
         opens = self._special_tokens.encode(self._render([Message(role="user", content=MARK)]).partition(MARK)[0])
         is_next = closing in [of for of in opens.tolist() if of in special][-1:]  # GLM: `<|user|>` ends a turn
         self.closing_id = None if is_next else closing
-        is_part = closing not in self.end_ids and self._has_headers()  # it closes each of a turn's messages (gpt-oss)
+        is_part = closing not in self.end_ids and self._find_header()  # it closes each of a turn's messages (gpt-oss)
         self.end_id = self.end_id if is_part else closing
         further = ""
         with suppress(MessagesRefused):
@@ -294,12 +322,14 @@ class Chat:
         self.end_ids = tuple(dict.fromkeys((self.end_id, *self.end_ids, *ends)))
         self._all_ends = {closing, *self.end_ids}
 
-    def _has_headers(self) -> bool:
+    def _find_header(self) -> bool:
         """Whether the policy writes special tokens before its text: its turn may then have several messages."""
         asked, told = self._render(ASKED[:1]), self._render([*ASKED, *ASKED[:1]]).partition(MARK)[0]
-        header = self._special_tokens.encode(told[len(commonprefix((asked, told))) :])  # noqa: RUF071 - of characters
+        header = told[len(commonprefix((asked, told))) :]  # noqa: RUF071 - of characters
         special = [of for of, token in self._tokenizer.added_tokens_decoder.items() if token.special]
-        return bool({*special} & {*header.tolist()})
+        if marks := [of for of in self._special_tokens.encode(header).tolist() if of in special]:
+            self._header, self._begins = header, marks[-1]
+        return bool(marks)
 
 
 def load_chat(folder: Path, config: GeneratorConfig) -> Chat:

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from service.errors import UserError
 from service.files import atomic_file, free_memory, matching
-from service.rollout.environment import is_text
+from service.rollout.environment import is_text, refuse_other_role
 
 FORMS = (".jsonl", ".parquet")
 UNREAD = (".arrow", ".bz2", ".csv", ".gz", ".tsv", ".xz", ".zip", ".zst")
@@ -41,8 +41,6 @@ LONG_ROW_BYTES = 1 << 11
 """Bytes of a row from which on equal texts of rows are made one object."""
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
 """The beginning of a text that is meant as a list of messages."""
-OTHER_ROLES = {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-"""Roles of ShareGPT and its like, which a chat template would drop, or show as they are; and what they mean."""
 TASK_BYTES = 800
 """Bytes of memory for reading a row with a short prompt and no other columns."""
 NO_ROOM = "need more memory than is free; give fewer rows, or a machine with more memory"
@@ -148,8 +146,7 @@ def messages_of(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     for role in (one.get("role", one.get("from")) for one in value if isinstance(one, dict)):
-        if isinstance(role, str) and role.lower() in OTHER_ROLES:
-            raise ValueError(f'write "role": "{OTHER_ROLES[role.lower()]}" and "content", not the role {role!r}')
+        refuse_other_role(role)
     return [{"content": "", **one} if isinstance(one, dict) and "tool_calls" in one else one for one in value]
 
 

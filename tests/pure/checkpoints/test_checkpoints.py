@@ -47,13 +47,17 @@ def test_the_newest_whole_checkpoint_is_found_and_old_ones_are_dropped(tmp_path:
     assert folders(tmp_path) == ["step_10", "step_15"]
 
 
-def test_a_checkpoint_is_passed_over_when_a_file_or_its_manifest_is_missing_or_damaged(tmp_path: Path) -> None:
+def test_a_checkpoint_is_passed_over_when_a_file_or_its_manifest_is_missing_or_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpoints = made(tmp_path, 9, 5, 10, 15, 20)
     (checkpoints.begin(25) / "rank_0.safetensors").write_bytes(b"half")
     (tmp_path / "step_20" / "trainer" / "learner.json").unlink()
     (tmp_path / "step_15" / "trainer" / "rank_0.safetensors").write_bytes(b"\x0f" * 999 + b"\x10")
     (tmp_path / "step_10" / MANIFEST).write_text('{"step": 10')
     assert newest(checkpoints) == 5
+    for line, step, wrong in zip(caplog.messages, (20, 15, 10), ("is missing", "other bytes", "damaged"), strict=True):
+        assert f"step_{step}: " in line and wrong in line and line.endswith("that of step 5 is taken")
 
 
 def change(manifest: Path, **fields: object) -> None:

@@ -153,10 +153,13 @@ def test_a_wrong_override_names_itself(word: str) -> None:
 
 
 def test_all_mistakes_are_reported_at_once_one_line_each(tmp_path: Path) -> None:
-    file = write(tmp_path, "c.yaml", "trainer: {lrr: 1, ranks: 0}\nenv: {options: {a: [1]}}\n")
+    """A combination with a key that is wrong, or was meant by an unknown one, is not judged."""
+    written = "trainer: {lrr: 1, ranks: 0}\nenv: {options: {a: [1]}}\nmodel: {make: {}}\ndata: {make_rows: 9}\n"
+    together = "algorithm: {credit: return_to_go, retruns: sum}\nweights: {verify: true, kv_cache: keep}\n"
     with pytest.raises(ConfigError) as caught:
-        load_config([file])
-    assert len(str(caught.value).splitlines()) == 3
+        load([write(tmp_path, "c.yaml", written + together)], with_rules=True)
+    found = re.findall(r"c.yaml:\d  (\S+):", str(caught.value))
+    assert found == ["env.options.a", "algorithm.retruns", "trainer.ranks", "trainer.lrr", "weights.verify"]
 
 
 @pytest.mark.parametrize(

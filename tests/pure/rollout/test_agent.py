@@ -118,6 +118,7 @@ class Unspeakable(Exception):
         (told("17", 1.0, True)._replace(info=None), "stop"),
         (told("17", 1.0, True)._replace(info={"tokens": 10**400, "right": np.bool_(True)}), "stop"),
         (StepResult([{"role": "user"}], 0.0, False), "environment_output"),  # type: ignore[list-item,typeddict-item]
+        (told("17")._replace(messages=[{"role": "human", "content": "17"}]), "environment_output"),
         (StepResult(None, 0.0, False), "environment_output"),  # type: ignore[arg-type]
         ("17", "environment_error"),
         (told("17")._replace(reward=10**400), "environment_reward"),

@@ -275,6 +275,28 @@ GPT_OSS = (
     "{% else %}{% if m.role == 'assistant' %}<s>final{% endif %}<|user|>{{ m.content }}<|im_end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
 )
+THOUGHT = "<s>analysis<|user|>2+2<|im_end|><|im_start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("sampled", "text"),
+    [
+        (f"{THOUGHT}<s>final<|user|>4</s>", "<think>2+2</think>4"),
+        ("<s>final<|user|>4</s>", "4"),
+        ("4</s>", "4"),
+        (THOUGHT, "<think>2+2"),
+        ("<s>analysis<|user|>2+", "<think>2+"),
+        (
+            f'{THOUGHT} to=functions.add<s>json<|user|>{{"x": 2}}<|tool|>',
+            '<think>2+2</think><tool_call>{"name": "add", "arguments": {"x": 2}}</tool_call>',
+        ),
+    ],
+)
+def test_the_text_of_a_turn_of_several_messages_has_no_headers(sampled: str, text: str) -> None:
+    chat = Chat(tokenizer_of(GPT_OSS))
+    assert chat.said(chat._special_tokens.encode(sampled)) == text
+
+
 GLM = (
     "{% for m in messages %}<|{{ m.role if m.role != 'assistant' else 'im_start|><' }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|><|>{% endif %}"
