@@ -41,7 +41,7 @@ PASSED = re.compile("HOME|LANG|TMPDIR|XDG_RUNTIME_DIR|(DOCKER|CONTAINERS?)_.*")
 POLL_SECONDS, ANSWER_SECONDS, OUTAGE_SECONDS, START_SECONDS = 1.0, 60.0, 60.0, 120.0
 """Seconds between two questions about a trial, for one answer, and until a server that does not answer is given up."""
 REMOVAL = r"""read _; kill -KILL -$1
-ls -d "$0"/files/rollouts/*/* | sed 's/.*__/__/' >"$0/ended"
+ls -d "$0"/files/rollouts/*/* | sed -n 's/.*\(__[[:alnum:]]\{7\}\)$/\1/p' >"$0/ended"
 for engine in podman docker; do
     $engine ps -a --format '{{.Names}}' | grep -iFf "$0/ended" | xargs -r $engine rm -fv
     for kind in network volume; do
@@ -87,9 +87,15 @@ class Trial:
             raise UserError(f"env.options.keep: {keep!r} is none of failed, all, none")
         try:
             settings = yaml.safe_load(Path(job).read_text(encoding="utf-8")) if job else {}
+            self._job: dict[str, Any] = {"agents": [], "environment": {}} | (settings or {})
+            self._of_agent = {"env": {}} | next(iter(self._job["agents"]), {})
+            self._of_agent["env"] = {} | self._of_agent["env"]
+            self._of_environment = {} | self._job["environment"]
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise UserError(f"env.options.job: {job} cannot be read: {error}") from error
-        self._job: dict[str, Any] = settings
+        except TypeError as error:
+            has = "`agents`, a list of mappings, and `environment`, a mapping"
+            raise UserError(f"env.options.job: {job} is no job of Harbor, which has {has}") from error
         self._agent, self._environment, self._model = agent, environment, model
         self._reward, self._keep = reward, keep
         self._server, self._program, self._trials = server, program, Path(trials)
@@ -133,23 +139,26 @@ class Trial:
 
     def settings(self, session: AgentSession, task: Task) -> dict[str, Any]:
         """The job of one trial, as Harbor's `JobConfig`."""
-        agent: dict[str, Any] = {**next(iter(self._job.get("agents", ())), {})}
-        agent["import_path" if ":" in self._agent else "name"] = self._agent
+        agent = {
+            **self._of_agent,
+            "name": None,
+            "import_path": None,
+            "import_path" if ":" in self._agent else "name": self._agent,
+        }
         if self._model:
             provider = self._model.partition("/")[0]
             key = f"{provider.upper()}_API_KEY"
             url = session.base_url.removesuffix("/v1") if provider == "anthropic" else session.base_url
             agent |= {"model_name": self._model, "base_url": url, "model_api_key_name": key}
-            agent["env"] = {**agent.get("env", {}), key: session.key}
+            agent["env"] = {**agent["env"], key: session.key}
+        kind = "import_path" if ":" in self._environment else "type"
         return {
             **self._job,
             "job_name": session.base_url.split("/")[-2],
+            "datasets": [],
             "tasks": [{"path": task.extra_info[FOLDER]}],
             "agents": [agent],
-            "environment": {
-                **self._job.get("environment", {}),
-                "import_path" if ":" in self._environment else "type": self._environment,
-            },
+            "environment": {**self._of_environment, "type": None, "import_path": None, kind: self._environment},
             "n_attempts": 1,
             "n_concurrent_trials": 1,
             "retry": {"max_retries": 0},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,12 +18,13 @@ import pytest
 from aiohttp import web
 
 from baton.examples import harbor_tiny
-from baton.harbor import Trial, TrialFailed
+from baton.harbor import REMOVAL, Trial, TrialFailed
 from service.config import load_config
 from service.config.paths import check_paths
 from service.errors import UserError
 from service.rollout.environment import Task
 from service.rollout.prompts.dataset import load_tasks
+from tests.waiting import ran
 
 VALID = {"should_retry": False, "has_valid_reward": True}
 UNKNOWN, INVALID = VALID | {"should_retry": True}, VALID | {"has_valid_reward": False}
@@ -95,17 +98,28 @@ def test_a_folder_of_tasks_is_a_dataset_and_another_folder_is_none(task: Task, t
 async def test_the_agent_gets_the_session_and_the_verifiers_number_is_the_reward(
     task: Task, tmp_path: Path, model: str, url: str, variable: str
 ) -> None:
-    (job := tmp_path / "job.json").write_text(json.dumps({"agents": [{"kwargs": {"max_turns": 3}}], "debug": True}))
+    others = {"agents": [{"name": "nop", "kwargs": {"max_turns": 3}}], "datasets": [{"path": "all"}], "debug": True}
+    (job := tmp_path / "job.json").write_text(json.dumps({**others, "environment": {"type": "docker"}}))
     finished: list[Any] = []
     async with harbor(lambda: {"state": "finished", "rewards": {"tests": 0.5, "reward": 1}}) as (server, asked):
         await Trial("my:Agent", "my:Podman", model, job=str(job), server=server).play(session(finished), task, 0)
     assert finished == [(1.0, {"tests": 0.5, "reward": 1.0})]
     (config,) = asked  # nothing was cancelled
     assert config["tasks"] == [{"path": task.extra_info["task_folder"]}] and config["debug"]
-    assert config["environment"] == {"import_path": "my:Podman"}
+    assert config["environment"] == {"type": None, "import_path": "my:Podman"} and config["datasets"] == []
     (agent,) = config["agents"]
+    assert agent["name"] is None  # Harbor would prefer it to the class
     assert agent["env"] == {variable: "the key"} and agent["kwargs"] == {"max_turns": 3}
     assert (agent["import_path"], agent["base_url"], agent["model_api_key_name"]) == ("my:Agent", url, variable)
+
+
+@pytest.mark.parametrize(
+    "text", ["- a", "agents: a", "agents: null", "agents: {name: a}", "agents: [{env: null}]", "environment: null"]
+)
+def test_a_file_that_is_no_job_is_refused_at_the_start(tmp_path: Path, text: str) -> None:
+    (job := tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"env\.options\.job: .*job\.yaml is no job of Harbor"):
+        Trial(job=str(job))
 
 
 @pytest.mark.parametrize(
@@ -184,6 +198,25 @@ async def test_a_trial_fails_at_once_if_its_own_server_was_killed(task: Task, tm
     with pytest.raises(TrialFailed, match="harbor serve ended with code 9"):
         async with asyncio.timeout(30.0):
             await Trial(program=str(program), trials=str(tmp_path / "trials")).play(session([]), task, 0)
+
+
+@pytest.mark.parametrize("name", ["a", "a\n\nb", "__"])
+def test_the_removal_takes_nothing_but_what_the_trials_left(tmp_path: Path, name: str) -> None:
+    (tmp_path / "files" / "rollouts" / "r" / f"{name}__aB3dE6g").mkdir(parents=True)
+    (podman := tmp_path / "podman").write_text(
+        """#!/bin/sh
+case "$*" in
+    *"rm "*) echo "$*" >>"$0.said" ;;
+    *) printf 'somebodys__own\\nx__ab3de6g_main_1\\n' ;;
+esac
+"""
+    )
+    podman.chmod(0o755)
+    path, ended = f"{tmp_path}:{os.environ['PATH']}", subprocess.Popen("true", start_new_session=True)
+    ended.wait()
+    ran("sh", "-c", REMOVAL, tmp_path, str(ended.pid), PATH=path)
+    removed = [f"{verb} x__ab3de6g_main_1" for verb in ("rm -fv", "network rm", "volume rm")]
+    assert (tmp_path / "podman.said").read_text().splitlines() == removed
 
 
 def test_the_tiny_tasks_and_what_shows_them_have_the_words_of_the_model(tmp_path: Path) -> None:
