@@ -47,9 +47,13 @@ for engine in podman docker; do
     for kind in network volume; do
         $engine $kind ls --format '{{.Name}}' | grep -iFf "$0/ended" | xargs -r $engine $kind rm
     done
+done
+for conmon in $(grep -ilFf "$0/ended" /proc/[0-9]*/cmdline); do
+    grep -qx conmon "${conmon%/cmdline}/comm" && cat "${conmon%/cmdline}"/task/*/children | xargs -r kill -KILL
 done"""
 """Waits until a server has ended, then removes what its trials left, by the trials' ids in names. Harbor ends before
-removals that a cancellation met; and Ray and the watchdog kill it soon after the generator's or the run's end."""
+removals that a cancellation met; and Ray and the watchdog kill it soon after the generator's or the run's end. A podman
+that was killed while it created a container leaves a process of its own that `rm` does not know."""
 
 
 class TrialFailed(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -24,7 +25,7 @@ from service.config.paths import check_paths
 from service.errors import UserError
 from service.rollout.environment import Task
 from service.rollout.prompts.dataset import load_tasks
-from tests.waiting import ran
+from tests.waiting import ran, until
 
 VALID = {"should_retry": False, "has_valid_reward": True}
 UNKNOWN, INVALID = VALID | {"should_retry": True}, VALID | {"has_valid_reward": False}
@@ -214,7 +215,11 @@ esac
     podman.chmod(0o755)
     path, ended = f"{tmp_path}:{os.environ['PATH']}", subprocess.Popen("true", start_new_session=True)
     ended.wait()
-    ran("sh", "-c", REMOVAL, tmp_path, str(ended.pid), PATH=path)
+    shutil.copy(os.path.realpath("/bin/sh"), conmon := tmp_path / "conmon")
+    with subprocess.Popen([conmon, "-c", "sleep 90 & wait", "x__ab3de6g_main_1"]) as created:
+        until(Path(f"/proc/{created.pid}/task/{created.pid}/children").read_text)
+        ran("sh", "-c", REMOVAL, tmp_path, str(ended.pid), PATH=path)
+        created.wait(30)
     removed = [f"{verb} x__ab3de6g_main_1" for verb in ("rm -fv", "network rm", "volume rm")]
     assert (tmp_path / "podman.said").read_text().splitlines() == removed
 
