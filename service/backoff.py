@@ -36,9 +36,9 @@ async def retried(
     tries: float = math.inf,
     failed: Callable[[Failure], None] = lambda error: None,
 ) -> Answer:
-    """Call until the call succeeds, and return its answer; an error of the types `errors` causes a retry.
+    """The answer of `call`, which is called again after a pause each time it raises an error of the types `errors`.
 
-    An error is passed on after `tries` calls, or more than `within` seconds after the first call. Before each pause
+    The error is raised after `tries` calls, or more than `within` seconds after the first call. Before each pause
     `failed` is called with the error; `failed` may raise another error.
     """
     began, failures = time.monotonic(), 0

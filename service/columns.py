@@ -1,8 +1,8 @@
-"""Tables of columns: defines columns; checks tables, selects items from them and joins them.
+"""Tables of columns: how a class declares columns; checks tables, selects items from tables, and joins tables.
 
 A table is a dataclass of arrays whose names end in an axis letter: `.._K` has one item per step, `.._N` one per token.
-Item `k` owns the tokens `offsets_K[k]:offsets_K[k + 1]`; `step_offsets_E` likewise gives each item of axis `E` a range
-of a second ragged axis, `S`. Name, type and annotation of a field are the whole definition of a column:
+Item `k` owns the tokens `offsets_K[k]:offsets_K[k + 1]`. Likewise `step_offsets_E` gives each item of axis `E` a range
+of a second ragged axis, `S`. A field's name, type and annotation define its column. An example:
 
     offsets_K    [0          3       5]     token_ids_N [10 20 30 | 80 90]
     select [1] -> offsets_K [0 2], token_ids_N [80 90]
@@ -50,7 +50,7 @@ class About(NamedTuple):
     """Whether tokens of a prompt have values too, not only tokens of a response."""
     ndim: int = 1
     sizes: str = ""
-    """For a column of which a token has any number of items: the column with this number plus 1, or with 0."""
+    """Name of the column with the sizes of a nested column (see `nested_offsets`); empty: the column is not nested."""
 
 
 class Column(NamedTuple):
@@ -170,8 +170,8 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
 def segments_of(
     table: Table, columns: Sequence[Column], start_C: Int64s, stop_C: Int64s, copy: bool = False
 ) -> dict[str, Any]:
-    """{column name: the items of the segments [C] `start:stop` of one ragged axis, concatenated}, with the columns that
-    are nested in them; views if they are contiguous and `copy` is False. Adjacent segments are copied as one segment:
+    """By column name, the items of some segments of one ragged axis, concatenated; columns that are nested in these
+    columns too. Items of contiguous segments are views, unless `copy` is set. Adjacent segments are copied at once:
 
         select [0 1 3] of items with offsets [0 5 9 12 20]  ->  copies tokens 0:9 and 12:20
     """
@@ -184,7 +184,8 @@ def segments_of(
 
 
 def nested_offsets(sizes_N: Uint16s) -> Int64s:
-    """[N + 1] where each token's items begin in a nested column, from its column of sizes: [0 1 3] -> [0 0 0 2]."""
+    """[N + 1] where each token's items begin in a nested column; a token of size n has n - 1 items, or none if n is 0.
+    Example: [0 1 3] -> [0 0 0 2]."""
     return offsets_of(np.maximum(sizes_N, 1) - 1)
 
 
@@ -201,7 +202,7 @@ def _segments(table: Table, columns: Sequence[Column], start_C: Int64s, stop_C: 
 
 
 def _joined(parts: dict[str, list[NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    """Each column's parts concatenated, all in one block of memory, which causes fewer page faults than several."""
+    """Each column's parts, concatenated. One block of memory holds all columns, which causes fewer page faults."""
     heads = {name: (sum(map(len, arrays)), *arrays[0].shape[1:]) for name, arrays in parts.items()}
     sizes = {name: math.prod(shape) * parts[name][0].itemsize for name, shape in heads.items()}
     room, stop, made = np.empty(sum(size + -size % ALIGNMENT for size in sizes.values()), np.uint8), 0, {}
@@ -213,7 +214,7 @@ def _joined(parts: dict[str, list[NDArray[Any]]]) -> dict[str, NDArray[Any]]:
 
 
 def concat(tables: Sequence[AnyTable]) -> AnyTable:
-    """The items of several tables, in order, as one table; a column that only some tables have is filled up."""
+    """The items of several tables, in order, as one table; a column that a table lacks has its fill value there."""
     if len(tables) == 1:
         return tables[0]
     of = type(tables[0])
@@ -236,7 +237,7 @@ def concat(tables: Sequence[AnyTable]) -> AnyTable:
 
 
 def _filled_up(column: Column, arrays: Sequence[NDArray[Any] | None], counts: Sequence[int]) -> list[NDArray[Any]]:
-    """One column of several tables, with its fill value for tables that lack it; empty if no table has it."""
+    """One column's arrays, table by table; a table that lacks the column gets fill values. Empty if no table has it."""
     known = of_one_type(column, [array for array in arrays if array is not None])
     if len(known) in (0, len(arrays)):
         return known
@@ -248,21 +249,22 @@ def _filled_up(column: Column, arrays: Sequence[NDArray[Any] | None], counts: Se
 
 
 def filled(column: Column, count: int, like: NDArray[Any] | None = None) -> NDArray[Any]:
-    """`count` fill values of a column, in the shape of the items of `like`, and of its type if there are two."""
+    """`count` fill values of a column. Each has the shape of one item of the array `like`, and its type if a column may
+    have two types."""
     rest = () if like is None else np.shape(like)[1:]
     array = np.full((count, *rest), column.about.fill or 0, column.dtype)
     return array if like is None or column.narrow is None else array.astype(like.dtype)
 
 
 def of_one_type(column: Column, arrays: list[Any]) -> list[Any]:
-    """The given arrays of a column; if they have two types, all of them in the wider one (`widened`)."""
+    """The given arrays of a column; if their types differ, all arrays in the wider type (`widened`)."""
     same = column.narrow is None or len({array.dtype for array in arrays}) < 2
     return arrays if same else [widened(array) for array in arrays]
 
 
 def unknown(experts: Any) -> Any:
-    """[..., k] -> [...] True where expert numbers, an array or a tensor, are unknown: k times 255 in unsigned bytes,
-    because known ones differ, else -1."""
+    """[..., k] -> [...] True where a token's k expert numbers, an array or a tensor, are unknown: they are all 255 in
+    unsigned bytes (known numbers of a token differ), or -1 in a wider type."""
     return (experts == NO_BYTE).all(-1) if experts.dtype.itemsize == 1 else (experts < 0).any(-1)
 
 

@@ -22,12 +22,12 @@ import psutil
 LOCK = ".lock"
 LOCK_POLL_SECONDS = 0.02
 LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Files with the most bytes of memory that a container may have, or with a word if there is no limit."""
+"""Files with the number of bytes of memory that a container may use, or with a word if it has no limit."""
 
 
 def matching(path: Path) -> list[Path]:
-    """The file or folder of this path, or the files whose names match the pattern that it ends in, such as
-    `train-*.parquet`, in the order of their names."""
+    """The file or folder with this path. If the path ends in a pattern, such as `train-*.parquet`: the files with
+    matching names, sorted by name."""
     is_pattern = "*" in path.name and not path.exists()
     return sorted(path.parent.glob(path.name)) if is_pattern else [path]
 
@@ -55,7 +55,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _is_still(path: Path, lock: TextIO) -> bool:
-    """Whether an open file still has its path: the last process with the lock may have deleted the folder."""
+    """Whether `path` is still the open file; not if the process that held the lock before has deleted the folder."""
     try:
         return os.path.samestat(path.stat(), os.fstat(lock.fileno()))
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def _try_lock(lock: TextIO, how: int) -> bool:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield another path for the block to write to; it replaces `path`, or is deleted if the block fails."""
+    """Yield another path, to which the block writes; that file replaces `path`, or is deleted if the block fails."""
     partial = path.with_name(f".partial.{os.getpid()}.{path.name}")  # some writers choose a format by the suffix
     try:
         yield partial
@@ -90,7 +90,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def create_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, unless it exists; of several writing processes one wins."""
+    """Write a file that only its owner can read, unless it exists; of several writers, the first one's text stays."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(dir=path.parent)
     try:
@@ -105,7 +105,7 @@ def create_private(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder for the block to fill; it replaces `folder`, or is deleted if the block fails."""
+    """Yield an empty folder, which the block fills; then it replaces `folder`, or is deleted if the block fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     recover_folder(folder)
     partial, previous = _partial_folder(folder), previous_folder(folder)
@@ -161,6 +161,6 @@ def is_written_through(file: Path) -> bool:
 
 
 def free_memory() -> int:
-    """Bytes of memory that are free on this machine, at most those that its container may have."""
+    """Bytes of memory that are free on this machine, or the memory limit of its container if that is lower."""
     texts = [file.read_text().strip() for file in LIMITS if file.exists()]
     return min([psutil.virtual_memory().available, *(int(text) for text in texts if text.isdecimal())])

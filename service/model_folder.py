@@ -32,7 +32,7 @@ SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p
 SAMPLING |= dict.fromkeys(("num_beams", "repetition_penalty", "encoder_repetition_penalty", "typical_p"), 1)
 SAMPLING |= dict.fromkeys(("presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "eta_cutoff"), 0)
 SAMPLING |= {"epsilon_cutoff": 0, **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"))}
-"""Values of a generation_config.json about sampling, each with the value that changes nothing."""
+"""Names of the sampling values in a generation_config.json, each with the value that has no effect on sampling."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys under which a config.json may have the number of experts per layer; the key depends on the family."""
 
@@ -193,7 +193,7 @@ def undivided(config: Mapping[str, Any], ranks: int) -> str | None:
 def undivided_heads(heads: object, key_heads: object, ranks: int) -> str | None:
     """The reason why `ranks` ranks cannot divide a model's query heads and key heads; None if they can."""
     if type(heads) is not int or type(key_heads) is not int:
-        return None  # the reader of the model reports wrong numbers
+        return None  # numbers of another type are reported when the model is read
     if heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0):
         return None
     return (
@@ -260,11 +260,11 @@ def values_left_aside(folder: Path, generator: object) -> str | None:
     used = {name: getattr(generator, name, neutral) for name, neutral in SAMPLING.items()}
     found = {name: value for name, value in _json(file).items() if value not in (None, used.get(name, value))}
     listed = ", ".join(f"{name}={value!r}" for name, value in sorted(found.items()))
-    return f"model.path: {file.name} is left aside, the settings of generator count: {listed}" if found else None
+    return f"model.path: {file.name} is not used, the settings of generator apply: {listed}" if found else None
 
 
 def highest_id(tokenizer: Tokenizer | PreTrainedTokenizerBase) -> int:
-    """The highest token id of a tokenizer, which may leave ids out."""
+    """The highest token id of a tokenizer; some lower ids may have no token."""
     return max(tokenizer.get_vocab().values(), default=-1)
 
 

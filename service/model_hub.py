@@ -54,8 +54,8 @@ def download(setting: str, named: Named, address: str, offline: bool, say: Calla
             f"hf download {repo} --repo-type {kind}{f' --revision {revision}' if revision else ''} --local-dir DIR"
         )
         raise UserError(
-            f"{setting}: {address} is neither cached nor to be had ({why}); where there is a network run `{command}`, "
-            "and give the path of the copy"
+            f"{setting}: {address} is not in the cache and cannot be downloaded ({why}); run `{command}` where "
+            "there is a network, and give the path of the copy"
         ) from error
     finally:
         constants.HF_HUB_OFFLINE = before

@@ -51,7 +51,7 @@ MAX_SUPPORT = 512
 
 
 def max_support(sampler: Any) -> int:
-    """Maximum size of a support under the settings `top_p`, `top_k` and `min_p` of a sampler; 0: it leaves out none."""
+    """Maximum size of a support under a sampler's settings `top_p`, `top_k` and `min_p`; 0: it leaves out no token."""
     truncates = sampler.top_p < 1 or sampler.top_k or sampler.min_p
     return (sampler.top_k or MAX_SUPPORT) if truncates else 0
 
@@ -134,11 +134,11 @@ class Step:
     routed_experts: Experts | None = None
     """[Q + T, layers, topk] the experts to which each token was routed; ROUTE_NATIVELY where unknown."""
     support_size: Uint16s | None = None
-    """[T] the number of tokens among which each token was drawn; 0: all. None: the sampler left out none."""
+    """[T] the number of tokens among which each token was drawn; 0: all tokens. None: 0 for every token."""
     support: Ids | None = None
-    """[U] these tokens without the drawn one, in ascending order, token after token."""
+    """[U] the ids of these tokens, ascending, without the drawn token; one drawn token's ids after another's."""
     note: str = ""
-    """Data with which its restarted generator continues the trajectory; the buffer returns the note unchanged."""
+    """Data with which a generator continues the trajectory after a restart; the buffer returns it unchanged."""
 
     def __post_init__(self) -> None:
         prompt, response = len(self.prompt_ids), len(self.response_ids)
@@ -198,7 +198,7 @@ class TrainedTokens:
     ] = None
     support_U: Annotated[
         Int32s | Uint16s | None,
-        About("its other tokens, ascending, or as uint16 where all ids fit", sizes="support_size_N"),
+        About("support without the drawn token, ascending; uint16 if all ids fit", sizes="support_size_N"),
     ] = None
 
 
@@ -222,21 +222,21 @@ class Steps(Tokens, Table):
     index_K: Annotated[Int32s, About("place in the trajectory, from 0")]
     uid_K: Annotated[Int32s, About("prompt, as an index into the message's uids")]
     stop_reason_K: Annotated[Int32s, About("index into the message's stop reasons")]
-    note_K: Annotated[Int32s, About("what its generator continues with, as an index into the notes")]
+    note_K: Annotated[Int32s, About("data to continue with, as an index into the notes")]
     temperature_K: Annotated[Float32s, About("sampling temperature")]
     reward_K: Annotated[Float64s, About("reward of the step")]
     has_logprobs_K: Annotated[Bools, About("whether the engine gave log-probabilities")]
     prompt_length_K: Annotated[Int32s, About("prompt tokens that the step itself carries")]
-    extends_K: Annotated[Int32s, About("index of the step that this one extends, -1 if it shares nothing")]
-    extends_length_K: Annotated[Int32s, About("how many tokens of that step the prompt begins with")]
+    extends_K: Annotated[Int32s, About("index of the step that the prompt extends; -1: none")]
+    extends_length_K: Annotated[Int32s, About("how many of that step's tokens begin the prompt")]
     extends_digest_K: Annotated[Uint64s, About("xxh3-64 of those tokens as int32")]
-    offsets_K: Annotated[Int64s, About("where each step's tokens begin; the last one: their end")]
+    offsets_K: Annotated[Int64s, About("where each step's tokens begin, then where they end")]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Ends(Table):
-    """A table of E end records (`TrajectoryEnd`), as columns. Of three, only the last has roles (main, aux) and later
-    rewards:
+    """A table of E end records (`TrajectoryEnd`), as columns. An example of three end records, of which only
+    the last has roles (main, aux) and later rewards:
 
     step_offsets_E [0 0 0 2]    role_S [0 2]    later_reward_S [0.5 0]
     """
@@ -253,7 +253,7 @@ class Ends(Table):
     info_E: Int32s
     reward_E: Float64s
     step_offsets_E: Int64s
-    """[E + 1] where the steps of each end record begin on axis `S`; none if it has no roles and later rewards."""
+    """[E + 1] where the steps of each end record begin on axis `S`; no steps if it has no roles or later rewards."""
     role_S: Uint8s
     """[S] the number of each step's role (`service.handoff.steps.values`)."""
     later_reward_S: Float64s

@@ -68,8 +68,8 @@ def find_user_module(name: str) -> bool:
 def import_object(
     key: str, path: str, load: Callable[[str], ModuleType] = import_user_module
 ) -> tuple[ModuleType, Any]:
-    """The module, and what it has under the name, of a setting `module:name`. `key`: the setting's full name, for
-    messages; `load`: imports the module.
+    """The module and the object that a setting `module:name` names. `key`: the setting's full name, for messages;
+    `load`: imports the module.
 
     Raises:
         ConfigError: the import failed, or the module has no such name.
@@ -105,14 +105,14 @@ def malformed_name(kind: str, setting: str, built_in: Sequence[str]) -> str | No
     imported.
 
     >>> malformed_name("loss", "ppo_clop", ["ppo_clip"])
-    "there is no loss 'ppo_clop'; did you mean ppo_clip? One that your own module registers is named your.module:name"
+    "there is no loss 'ppo_clop'; did you mean ppo_clip? A name from your own module has the form your.module:name"
     """
     if setting.rpartition(":")[0]:
         return None if is_module_and_name(setting) else f"{setting!r:.80} is no module:name: nothing can be imported"
     if setting in built_in:
         return None
     near = nearest(setting, built_in)
-    own = "One that your own module registers is named your.module:name"
+    own = "A name from your own module has the form your.module:name"
     return f"there is no {kind} {setting!r:.80}; did you mean {near}? {own}"
 
 

@@ -33,10 +33,10 @@ class Attempts:
     def __init__(self, settings: AttemptSettings, filters: FilterSettings, record: Record) -> None:
         self._settings, self._filters, self._record = settings, filters, record
         self.called: dict[str, set[Sample]] = {}
-        """By generator: trajectories that moved there and then called the policy."""
+        """For each generator, the trajectories that moved to it and then called the policy."""
 
     def restart(self, group_id: int, sample: int, reason: str) -> None:
-        """Start a trajectory again; end its group if it has no attempt left, or if the run is ending."""
+        """Start a trajectory again. If it has no attempt left, or the run is ending, its group ends instead."""
         trajectory = self._record.ledger.state.groups[group_id].trajectories[sample]
         if self._record.ledger.state.draining is not None:
             self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
@@ -46,9 +46,10 @@ class Attempts:
             self._record.add(events.Restarted(group_id, (sample,), reason))
 
     def leave(self, generator: str, died: bool) -> None:
-        """Let other generators continue what a generator that has left did not finish, or start it again. A death may
-        be the fault of each trajectory that called the policy there, or began there: it moves after the first one, and
-        after further ones only if it may fail once more."""
+        """Let other generators continue the unfinished trajectories of a generator that has left, or start them again.
+
+        If the generator died, each trajectory that began there or called the policy there may be the cause. After a
+        first such death it moves; after further deaths it moves only if it may fail once more."""
         ledger, most = self._record.ledger, max(self._settings.max_attempts, 2)
         moves = ledger.state.generators[generator].resumes and ledger.state.draining is None
         called = self.called.pop(generator, set())
@@ -81,7 +82,7 @@ class Attempts:
         return True
 
     def end_overdue_groups(self, now: float) -> None:
-        """Let groups past `buffer.group_deadline` go on without their unfinished trajectories, or expire."""
+        """Let groups past `buffer.group_deadline` continue without their unfinished trajectories, or expire."""
         issued_at, deadline = self._record.ledger.issued_at, self._settings.group_deadline
         while issued_at and deadline is not None:
             group_id, since = next(iter(issued_at.items()))
@@ -93,8 +94,8 @@ class Attempts:
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, GROUP_DEADLINE))
 
     def restart_refused(self, message: StepGroup, refused: Refusal) -> None:
-        """Restart the trajectory of a refused message, without which it cannot become complete; not if the message is
-        about several trajectories or one that its sender does not play now, or has a wrong id."""
+        """Restart the trajectory of a refused message, because it cannot become complete without the message. Nothing
+        restarts if the message is about several trajectories, or none that its sender plays, or has a wrong id."""
         ids = {*trajectory_ids(message.steps), *trajectory_ids(message.ends)}
         if len(ids) != 1 or refused.reason is RefusalReason.IDENTITY:
             return

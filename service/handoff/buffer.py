@@ -73,7 +73,7 @@ class Buffer:
         """Takes the answers of scorers; groups wait for scorers between their last submit and their lease."""
         self._claims = Claims(self._record, self._curriculum, self._admission, self._waits, self.scoring)
         self._shares = settings.mini_batch_size if settings.order == "strict" else settings.max_generators
-        """Parts of the groups that a mini-batch lacks: one per generator, or per group if a lease waits for any."""
+        """Number of shares of the groups that a mini-batch lacks: one per generator, or per group in strict order."""
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
@@ -104,7 +104,7 @@ class Buffer:
         return given or answer  # type: ignore[return-value]
 
     def submit(self, data: bytes) -> Receipt | Refusal:
-        """Accept a step group; the receipt is valid once everything that the journal has now is on the disk."""
+        """Accept a step group; the receipt is valid once all frames that the journal has now are on the disk."""
         message = decode(data, self._settings.limits)
         if isinstance(message, Refusal):
             return self._refuse(message)
@@ -145,7 +145,7 @@ class Buffer:
         return self.finish_lease(answer, answer.run()) if isinstance(answer, BatchJob) else answer
 
     def begin_lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal | BatchJob:
-        """Like `lease`, but return a job where `lease` forms a mini-batch: its result goes to `finish_lease`."""
+        """Like `lease`, but where `lease` forms a mini-batch, return a job; the job's result goes to `finish_lease`."""
         if trainer_incarnation != self.ledger.state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         if self.ledger.state.leases:
@@ -155,8 +155,8 @@ class Buffer:
         return self._leases.begin(trainer_incarnation)
 
     def finish_lease(self, job: BatchJob, made: BatchResult | list[int]) -> MiniBatch | Wait | Refusal:
-        """Lease the mini-batch that a job formed; form another one, in this thread, if the trainer, the version or a
-        group changed meanwhile, or if `made` lists groups without a finite advantage, which are refused for good."""
+        """Lease the mini-batch that a job formed. Form another one in this thread if the trainer, the version or a
+        group has changed, or if `made` lists groups without a finite advantage, which are then refused."""
         if isinstance(made, list):
             groups = self.ledger.state.groups
             for group_id in made:
@@ -201,8 +201,8 @@ class Buffer:
         """Admit a new incarnation of a generator or of the trainer, and return its number; calls of older ones are
         refused from now on.
 
-        With `resumes`, what a generator leaves unfinished is continued by the next one, after its steps. A trainer
-        continues from `step` (by default the newest): groups that were trained later are leased again.
+        With `resumes`, other generators continue the trajectories that this one leaves unfinished. A trainer continues
+        from `step` (by default the newest): groups that were trained later are leased again.
         """
         state = self.ledger.state
         if role == "trainer":
@@ -213,8 +213,8 @@ class Buffer:
                 )
             if step is not None and step != state.step and not self._settings.has_checkpoints:
                 raise RunFailed(
-                    f"a trainer would continue from step {step}, but step {state.step} was made and what was "
-                    "trained since is not kept: set trainer.checkpoint_every to survive the loss of a trainer"
+                    f"a trainer would continue from step {step}, but step {state.step} was applied and the "
+                    "groups trained since are not kept: set trainer.checkpoint_every to survive the loss of a trainer"
                 )
             for lease in list(state.leases):
                 self._leases.release(lease, "a new trainer joined")
@@ -226,7 +226,7 @@ class Buffer:
         return incarnation
 
     def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId], call: bool = False) -> None:
-        """Restart the `buffer.step_deadline` of trajectories. `call`: they moved, and now call the policy."""
+        """Restart the `buffer.step_deadline` of trajectories. `call`: they moved here, and now call the policy."""
         for of in trajectories:
             if self.ledger.plays(Sender(generator, incarnation, 0), of):
                 self.ledger.renew((of.group_id, of.sample), self._clock.monotonic())
@@ -243,7 +243,7 @@ class Buffer:
         self._attempts.leave(generator, died=reason not in (LEAVES, RESUMED))
 
     def covered(self, step: int, oldest_kept: int | None = None) -> None:
-        """Record that a durable checkpoint covers `step`; trainers go back to `oldest_kept`, or to `step`, at most."""
+        """Record that a durable checkpoint covers `step`; a trainer can go back to `oldest_kept` (default: `step`)."""
         self._record.add(events.Covered(step, step if oldest_kept is None else oldest_kept))
 
     def drain(self, reason: str) -> None:
@@ -254,7 +254,7 @@ class Buffer:
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
 
     def resume(self) -> None:
-        """Issue prompts again after `drain`, when a run is resumed, of which no generator lives."""
+        """Issue prompts again after `drain`, in a resumed run, whose earlier generators are all gone."""
         if self.ledger.state.draining is not None:
             self._record.add(events.Drained(None))
         for name, member in self.ledger.state.generators.items():

@@ -45,7 +45,7 @@ class Admission:
         self._settings, self._worst = settings, settings.worst
 
     def reserved(self, record: Record) -> int:
-        """Bytes of the accepted steps, also those to be read back, and of what unfinished trajectories may add."""
+        """Bytes of accepted steps, in memory or to be read back, and of steps that unfinished trajectories may add."""
         groups, next_ones = record.ledger.state.groups, record.ledger.finished[: self._settings.mini_batch_size]
         to_read_back = sum(groups[o].n_bytes for _, o in next_ones if o not in record.store.held)
         return record.n_bytes + to_read_back + self._to_come(record.ledger)
@@ -71,7 +71,7 @@ class Admission:
         return WaitReason.DISK, f"the journal holds {held} bytes and may need {worst} more, {bound}"
 
     def wait(self, record: Record, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
-        """Why an engine that serves version `serving` has to wait for one more group, with a text; None if not."""
+        """Why an engine that serves version `serving` has to wait before it gets a group, also in words; else None."""
         ledger = record.ledger
         batch = ledger.next_slot // self._settings.mini_batch_size
         ahead = self._settings.lookahead
@@ -97,7 +97,7 @@ class Admission:
 
 
 def effective_step(ledger: Ledger, version: PolicyVersion) -> int:
-    """The optimizer step of a version, or the one from which the trainer continued if it was undone."""
+    """The optimizer step of a version; if that step was undone, the step from which the trainer continued."""
     return min([version.step, *(went_on for _, went_on in ledger.state.branches[version.incarnation :])])
 
 
@@ -153,7 +153,7 @@ class Claims:
         samples = tuple(of.sample for of in given if ledger.plays(sender, of))
         if samples:
             return self._assignment(group_id, samples)
-        detail = f"claim {claim.request_id} was answered before and its work continued; send a new claim"
+        detail = f"claim {claim.request_id} was answered before, and its work is done or reassigned; send a new claim"
         return Wait(WaitReason.ANSWERED, detail, self._record.clock.monotonic())
 
     def _restarted(self, claim: Claim) -> list[Sample]:
@@ -204,8 +204,8 @@ class WaitingClaims:
         self._waiting: dict[WaitingClaim, None] = {}
 
     def answer(self, claim: Claim, most: int, deadline: float | None, reply: Callable[[ClaimAnswer], None]) -> None:
-        """Answer a claim of up to `most` groups by calling `reply`, as soon as there is one or at `deadline`, which is
-        not before that of the claim before; None: at once."""
+        """Answer a claim of up to `most` groups by calling `reply`, as soon as there is a group or at `deadline` (None:
+        at once). No claim may have an earlier deadline than the claim before."""
         answer = self._ask(claim, most)
         if deadline is not None and isinstance(answer, Wait) and answer.reason not in FINAL:
             self._waiting[WaitingClaim(claim, most, answer, deadline, reply)] = None
@@ -218,7 +218,7 @@ class WaitingClaims:
         for waiting in list(self._waiting):
             serving = waiting.claim.serving
             if waiting not in self._waiting or (blocked is not None and serving <= blocked):
-                continue  # a reply may have taken it
+                continue  # a reply may have removed this claim
             answer = self._ask(waiting.claim, waiting.most)
             if isinstance(answer, Wait) and answer.reason not in FINAL:
                 blocked = blocked if waiting.claim.only_moved else serving

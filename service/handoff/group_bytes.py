@@ -1,6 +1,6 @@
 """Maximum bytes of a group's steps: one formula for all code that reserves memory or refuses a message.
 
-They cover the memory of the accepted steps and their frames in the journal, so an admitted group always has room:
+The maximum covers the accepted steps in memory and their journal frames, so an admitted group always has room:
 
     2 samples of 2 turns of at most 100 tokens, 17 bytes a token:
     each trajectory   2 steps and 1 end record   2 * 100 * 17 + 3 * ITEM_BYTES

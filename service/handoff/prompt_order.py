@@ -80,8 +80,8 @@ class Curriculum:
         """For each row, the index of its prompt's kind in `KINDS`."""
 
     def next_place(self) -> int:
-        """The next place whose prompt is untried, inside the band, or drawn for this epoch; the next place of all if
-        there is none within one length of the dataset."""
+        """The next place whose prompt is untried, inside the band, or drawn for this epoch. If one length of the
+        dataset has no such place: the next place."""
         start = first = self._ledger.state.next_place
         if self._settings is None:
             return first

@@ -82,7 +82,7 @@ class Scoring:
         self.in_a_row: Counter[str] = Counter()
         """For each scorer, the number of groups refused since its last valid answer."""
         self._refused_at: dict[str, float] = {}
-        """When the first of these groups was refused, of scorers that gave a valid answer before."""
+        """For each scorer that gave a valid answer before: when the first of these groups was refused."""
         for group_id, group in list(record.ledger.state.groups.items()):
             for name in group.awaited:  # also of groups that are not finished yet
                 if name not in scorers and group.state in (*UNFINISHED, GroupState.SCORING):
@@ -139,7 +139,7 @@ class Scoring:
         self._status[scorer].seconds += seconds
 
     def give_up(self, group_id: int, scorer: str, reason: str) -> None:
-        """Stop waiting for a scorer's answer about a group, as its `fallback` says."""
+        """Stop waiting for a scorer's answer about a group; the scorer's `fallback` says what happens to the group."""
         if not self.awaits(group_id, scorer):
             return
         if self._scorers[scorer].fallback == "refuse":

@@ -217,7 +217,7 @@ def _beyond(reward_X: Float64s) -> Bools:
 def _first_outside(reason: RefusalReason, *ranges: tuple[str, NDArray[Any], int, Any]) -> Refusal | None:
     """The refusal of the first integer outside its column's range [low, high); None if all are inside."""
     for name, column_X, low, high in ranges:
-        above_X = (column_X if low == 0 else column_X - low).view(f"u{column_X.itemsize}")  # below low becomes huge
+        above_X = (column_X if low == 0 else column_X - low).view(f"u{column_X.itemsize}")  # if below: huge
         if not isinstance(high, np.ndarray) and np.maximum.reduce(above_X, initial=0) < high - low:
             continue
         if (wrong := _first(reason, name, column_X, above_X >= high - low)) is not None:

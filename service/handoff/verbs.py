@@ -40,7 +40,7 @@ class Assignment(NamedTuple):
     """The accepted steps of each sample, after which the generator continues, encoded as a message; empty bytes for a
     sample without steps, () if no sample has any."""
     moved: tuple[int, ...] = ()
-    """The samples that another generator began, and that this one continues."""
+    """The samples that another generator began, and that this generator continues."""
 
     def trajectories(self) -> Iterator[tuple[TrajectoryId, bytes]]:
         """Yield the id of each trajectory, with its encoded steps (empty bytes if it has none)."""
@@ -83,7 +83,7 @@ class Wait(NamedTuple):
 ClaimAnswer = list[Assignment] | Wait | Refusal
 
 LEAVES, RESUMED = "leaves", "the run is resumed"
-"""Reasons why a generator is gone that are not its death."""
+"""Reasons why a generator is gone although it did not die."""
 
 
 class Receipt(NamedTuple):

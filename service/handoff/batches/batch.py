@@ -1,4 +1,4 @@
-"""The mini-batch as a pipeline: whole groups in, micro-batches of every rank out; ends are records of trajectories.
+"""The mini-batch as a pipeline: whole groups in, micro-batches of every rank out; `ends` are end records.
 
 | stage    | in -> out                                                | where                                    |
 |----------|----------------------------------------------------------|------------------------------------------|
@@ -99,7 +99,7 @@ def formed(
 ) -> BatchResult:
     """Make the mini-batch of a lease, and count each trajectory's stale tokens and each group's untrained tokens.
 
-    Raises a ValueError for no groups, tokens without log-probability or published version, and incomplete trajectories.
+    Raises a ValueError if there are no groups, a trajectory is incomplete, or a token lacks log-probability or version.
     """
     if not groups:
         raise ValueError("a mini-batch of no groups")
@@ -142,7 +142,7 @@ def formed(
 
 
 def gather(groups: Sequence[CompleteGroup]) -> tuple[Episodes, Int32s]:
-    """The trajectories of the groups, ordered by group, then by sample; and [G] the place of each one's group."""
+    """The groups' trajectories, ordered by group, then by sample; and [G] the place of each trajectory's group."""
     steps, ends = concat([group.steps for group in groups]), concat([group.ends for group in groups])
     prompt_G = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.ends) for group in groups])
     order = np.lexsort((ends.sample_E, prompt_G))
@@ -154,7 +154,7 @@ def _refuse_untrainable(steps: Steps, history: VersionHistory) -> None:
     ahead_N = steps.versions_N > history.current.pack()
     ahead = f"was sampled at a version newer than {history.current}, the history's newest: publish it there first"
     for wrong_N, why in (
-        (lacking_N, "has tokens to train, but logprobs=None: no ratio can be taken"),
+        (lacking_N, "has tokens to train, but logprobs=None: its ratio cannot be computed"),
         (ahead_N, ahead),
     ):
         if wrong_N.any():
@@ -179,8 +179,8 @@ def without_untrained(
 
 
 class LossMask(NamedTuple):
-    """Of each trajectory: the tokens that carried loss before `mask`, those of them that are too stale, and those that
-    still carry loss."""
+    """Numbers of tokens of each trajectory: tokens that carried loss before `mask`, tokens that are too stale, and
+    tokens that still carry loss."""
 
     loss_before_G: Int64s
     stale_G: Int64s
@@ -188,7 +188,7 @@ class LossMask(NamedTuple):
 
 
 def mask(rows: Rows, staleness_N: Int32s, trajectory_R: Int32s, count: int, max_staleness: int | None) -> LossMask:
-    """Set the loss mask to False, in place, for stale tokens and those without a finite log-probability; G = `count`.
+    """Set the loss mask of stale tokens and of tokens without a finite log-probability to False, in place; G = `count`.
 
     staleness     -1 0 3 3       max_staleness 2
     log-probab.    0 . . nan
@@ -237,7 +237,7 @@ def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None 
     for item in items:
         group_id, own = item.trajectory.group_id, item.prompt_uid
         if (uid := uids.setdefault(group_id, own)) != own:
-            raise ValueError(f"group={group_id} is of the prompts {uid!r} and {own!r}; it can be of one")
+            raise ValueError(f"group={group_id} has the prompts {uid!r} and {own!r}; a group has one prompt")
     all_steps, all_ends = check_whole(steps_table(shared_form(listed))), ends_table(finished)
     n_steps_E = lengths_of(Episodes.of(all_steps, all_ends).first_G)
     for e in np.flatnonzero(n_steps_E != all_ends.n_steps_E)[:1].tolist():

@@ -1,5 +1,5 @@
 """Metrics computed while a mini-batch is formed: its rewards, merge, row lengths, padding, turns, staleness,
-tokens, and the means of what environments say.
+tokens, and the means of environments' numbers (`info`).
 
 `generate/batch_padded_seq_len` is the padded length: the length to which all rows would be padded in one array.
 
@@ -71,7 +71,7 @@ def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
 
 
 def staleness_metrics(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) -> dict[str, float]:
-    """Metrics of staleness. Too stale tokens also by quartile of the trajectories by length (4: longest)."""
+    """Metrics of staleness. Stale tokens are also counted by quarter of the trajectories (1: shortest, 4: longest)."""
     sampled = int(np.count_nonzero(staleness_N >= 0))
     ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # tokens that were not sampled count as -1
     quarters = np.array_split(stale_G[np.argsort(sampled_G, kind="stable")], 4)
@@ -126,7 +126,7 @@ def reward_metrics(trained: GroupStats, filtered: GroupStats | None = None) -> d
 
 def info_means(ends: Ends) -> dict[str, float]:
     """The means over the trajectories of each environment, named `environment/<environment>/<name>`. A trajectory whose
-    `info` lacks the name counts as 0; one whose number is not finite does not count.
+    `info` lacks the name counts as 0; a number that is not finite does not count.
 
     {"search_r1": {"searches": 2}}  {"search_r1": {"searches": 1}}   ->   environment/search_r1/searches 1.5
     """

@@ -2,7 +2,7 @@
 
 **By turn** (`credit`; `T` turns, `K` the turns of all trajectories, one trajectory after the other): the value of turn
 t is the whole return, or with `return_to_go` r_t + gamma r_(t+1) + gamma^2 r_(t+2) + ... The baseline of turn t is the
-mean value over the other trajectories of the group, 0 for one that ended before (docs/credit.md).
+mean value of turn t in the other trajectories of the group, 0 for those that ended before (docs/credit.md).
 
     rewards   a: 0 1    b: 1    gamma 1      values  a: 1 1    b: 1 (0)      rloo  a: 0 1    b: 0
 
@@ -191,7 +191,7 @@ def turn_advantages(
     """The advantage of every turn: one array per trajectory. `rewards` has one sequence of turn rewards per trajectory.
 
     Raises:
-        ValueError: a reward is not finite, or another argument is none.
+        ValueError: a reward is not finite, `gamma` or `credit` is invalid, or rewards and uids differ in number.
         NoAdvantage: an advantage is not finite.
         UserError: the estimator cannot be used per turn, or is unknown.
 
@@ -226,7 +226,7 @@ def credited(
         return np.repeat(advantages(estimator, return_G, group_G), n_turns_G)
     if estimator not in TURN_ESTIMATORS:
         raise UserError(f"algorithm.credit: {estimator!r} {NOT_BY_TURN}")
-    value_GT = reward_GT  # from the last turn to the first
+    value_GT = reward_GT  # summed from the last turn to the first
     for t in range(value_GT.shape[1] - 2, -1, -1):
         value_GT[:, t] += gamma * value_GT[:, t + 1]
     column_X = (group_G[:, None] * alive_GT.shape[1] + np.arange(alive_GT.shape[1])).reshape(-1)

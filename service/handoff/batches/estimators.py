@@ -113,7 +113,7 @@ def ranges(return_G: Float64s, group_G: NDArray[np.integer[Any]]) -> tuple[Float
 
 
 def levelled(return_G: Float64s, group_G: NDArray[np.integer[Any]]) -> Float64s:
-    """[G] the returns; those of a group that are equal but for rounding have one value."""
+    """[G] the returns; returns of a group that are equal but for rounding get one value."""
     low_P, _, flat_P = ranges(return_G, group_G)
     return np.where(flat_P[group_G], low_P[group_G], return_G)
 
@@ -164,7 +164,7 @@ def reinforce_plus_plus_baseline(return_G: Float64s, group_G: Int64s) -> Float64
 
 
 def _baseline(return_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:
-    """[G], [G] the size and mean return of each one's group: 0 for a group of one; exact if all returns are equal."""
+    """[G], [G] size and mean return of each trajectory's group. Mean: 0 in a group of one, exact for equal returns."""
     count_P = np.bincount(group_G)
     first_P = np.zeros(len(count_P))
     first_P[group_G[::-1]] = return_G[::-1]

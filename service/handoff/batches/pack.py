@@ -87,8 +87,8 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
 
 
 def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout) -> list[list[list[int]]]:
-    """Of each rank the bins within the budget, the same number for every rank, as positions in the rank's costs: bins
-    of similar cost if they keep the budget, otherwise few bins, and empty ones."""
+    """The bins of each rank, as positions in the rank's costs; each rank has the same number of bins within the budget.
+    Bins have similar costs if that keeps the budget; otherwise they are as few as possible, and the rest is empty."""
     few = [best_fit(costs, budget, layout) for costs in costs_of_rank]
     count, found = max(1, *map(len, few)), []
     for costs, bins in zip(costs_of_rank, few, strict=True):
@@ -155,13 +155,13 @@ def best_fit(lengths: Sequence[int], budget: int, layout: Layout) -> list[list[i
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []
     for row in sorted(range(len(lengths)), key=lambda r: -lengths[r]):
-        size = lengths[row] if layout != "padded" or not bins else lengths[bins[-1][0]]  # the longest comes first
+        size = lengths[row] if layout != "padded" or not bins else lengths[bins[-1][0]]  # a bin's longest row
         fullest = bisect_left(room, (size, -1))
         if fullest < len(room):
             left, b = room.pop(fullest)
         else:
             if layout == "padded":
-                room.clear()  # no older bin has room for one more row as long as its own longest
+                room.clear()  # no older bin has room for one more row of its width
             left, b, size = budget, len(bins), lengths[row]
             bins.append([])
         bins[b].append(row)
@@ -259,7 +259,7 @@ def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, p
 
 
 def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterator[Int64s]:
-    """[G] the unit of each trajectory: first whole prompts, then halves of prompts, ..., at last each one alone."""
+    """Yield [G] the unit of each trajectory: units are whole prompts, then halves, ..., at last single trajectories."""
     first_G = np.full(len(prompt_G), len(trajectory_R))
     np.minimum.at(first_G, trajectory_R[order.row_R], np.arange(len(trajectory_R)))
     by_prompt = np.lexsort((first_G, prompt_G))  # common prefixes are adjacent
@@ -313,7 +313,7 @@ def prefix_order(
     least: int = MIN_SHARED,
     fraction: float = MIN_FRACTION,
 ) -> PrefixOrder:
-    """Sort rows by their tokens and routed experts, of which it makes a copy; `least`, `fraction`: see `MIN_SHARED`."""
+    """Sort rows by their tokens and routed experts; makes a copy of both. `least`, `fraction`: see `MIN_SHARED`."""
     record_N: NDArray[Any] = token_ids_N
     if routed_experts_N is not None:
         experts_N = routed_experts_N.reshape(len(token_ids_N), math.prod(routed_experts_N.shape[1:]))

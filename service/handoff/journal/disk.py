@@ -39,7 +39,7 @@ class File:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def extents(self, offset: int) -> list[tuple[int, int]]:
-        """The ranges (start, stop) from `offset` on that were written, all listed before read-ahead fills others."""
+        """The written ranges (start, stop) from `offset` on; all listed before any read: read-ahead fills holes."""
         found: list[tuple[int, int]] = []
         stop = offset
         while (start := self._seek(stop, os.SEEK_DATA)) is not None:
@@ -56,7 +56,7 @@ class File:
             return None
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
-        """Write the buffers; returns the number of bytes written, which is too small if the disk is full."""
+        """Write the buffers; returns the number of bytes written; some are missing if the disk is full."""
         total = 0
         for first in range(0, len(buffers), MAX_BUFFERS_PER_WRITE):
             some = buffers[first : first + MAX_BUFFERS_PER_WRITE]

@@ -8,9 +8,9 @@ A frame is a 64-byte header, the payload, and zeros up to a multiple of 64 bytes
 journal was on the disk when the frame was written. A segment is a file, named by the position of its first byte. Each
 segment but the first begins with a snapshot, so that older segments can be removed.
 
-Only the last segment can have a torn tail, which is cut off: it begins at an unreadable frame, if no later valid frame
-records that this frame had been synced. Every other frame was synced before a later segment began, or before earlier
-ones were removed. If such a frame cannot be read, the journal refuses to start and changes nothing.
+Only the last segment can have a torn tail, which is cut off. The tail begins at an unreadable frame, if no later valid
+frame records that this frame was synced. Every other frame was synced before a later segment began, or before earlier
+segments were removed. If such a frame cannot be read, the journal refuses to start and changes nothing.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _read_frame(segment: Segment, offset: int, size: int) -> Frame | None:
 
 
 def _data_behind(file: File, offset: int) -> Iterator[tuple[int, bytes]]:
-    """(position, chunk) of what is not zero; skips reserved space, which may be gigabytes."""
+    """Yield (position, chunk) of the file's nonzero data; skips reserved space, which may be gigabytes."""
     for first, stop in file.extents(offset):
         for start in range(first, stop, len(_ZEROS)):
             chunk = file.read(start, min(len(_ZEROS), stop - start))
@@ -374,8 +374,8 @@ class Journal:
 
 
 def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
-    """Move a file's unused reserved space to a new file; returns how many bytes the new file has: fewer if another
-    process takes what a full disk has to free first."""
+    """Move a file's unused reserved space to a new file; returns the size of the new file. A full disk has to free the
+    space first, so another process may take some of it."""
     wanted = max(allocated - used, 0)
     size, more = (wanted, 0) if _allocated(new, wanted) else (0, wanted)
     old.truncate(used)

@@ -196,7 +196,7 @@ class Assigned(Event, frozen=True):
 
 
 class Moved(Event, frozen=True):
-    """Unfinished trajectories of a group have lost their generator; the next one continues them after their steps."""
+    """Unfinished trajectories of a group have lost their generator; the next generator continues them."""
 
     group_id: int
     samples: tuple[int, ...]

@@ -98,7 +98,7 @@ class Store:
         held.ends = {sample: end for sample, end in held.ends.items() if sample not in samples}
 
     def whole(self, group_id: int) -> tuple[Steps, Ends, tuple[events.Scored, ...]]:
-        """All steps, end records and scores of a complete group, with what the scorers changed."""
+        """All steps, end records and scores of a complete group, changed by the scorers' answers."""
         return with_scores(*self.unscored(group_id), self.scores(group_id))
 
     def scores(self, group_id: int) -> tuple[events.Scored, ...]:
@@ -140,7 +140,7 @@ class Record:
         self.on_end: OnEnd | None = None
         """Called before a group ends untrained, while the store still has its steps; never on a replay."""
         self.on_failure: OnFailure | None = None
-        """Called before a failed attempt, or one without a scorer's reward, is dropped; never on a replay."""
+        """Called before a failed attempt, or an attempt without a scorer's reward, is dropped; never on a replay."""
         self.snapshot_end = 0
 
     def add(self, event: events.Event) -> None:
@@ -211,8 +211,8 @@ class Record:
     # -- the journal's size -------------------------------------------------------------------------------------------
 
     def begin_segment(self) -> None:
-        """Begin a new segment of the journal with a snapshot, and mark segments for removal; those with steps that a
-        group needs stay, because a replay of the snapshot reads them."""
+        """Begin a new segment of the journal with a snapshot, and mark segments for removal. Segments with steps
+        that a group needs stay, because a replay of the snapshot reads these steps."""
         needed = self.needed_from()
         state = msgspec.msgpack.encode(self.ledger.state)
         self.snapshot_end = self.journal.append(events.SNAPSHOT, state, begins_segment=True)

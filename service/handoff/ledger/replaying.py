@@ -157,7 +157,7 @@ def _refused_now(frame: Frame, refused: Refusal) -> JournalError:
 
 def make_room(record: Record, wanted: int) -> None:
     """Mark the oldest segments that no group needs for removal. If they have fewer than `wanted` bytes, the needed
-    frames of the next segment are copied to the end of the journal, so that it can go too."""
+    frames of the next segment are copied to the end of the journal, so that this segment can be removed too."""
     journal = record.journal
     if journal.reclaims:
         return

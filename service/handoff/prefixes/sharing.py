@@ -34,7 +34,7 @@ from service.types import Extension, Int32s, Step, Steps, TrajectoryId
 def longest_prefix(prompt_ids: Int32s, earlier: Iterable[tuple[int, Int32s]]) -> Extension | None:
     """A reference to the earlier step that shares the longest prefix with a prompt; None if no step shares a token.
 
-    `earlier`: (index, whole prompt and response) of each earlier step, the newest first, which counts among equals.
+    `earlier`: (index, whole prompt and response) of each earlier step, newest first; the newest of equals is chosen.
 
     >>> earlier = [(1, np.array([1, 2, 3, 4], np.int32)), (0, np.array([1, 9], np.int32))]
     >>> longest_prefix(np.array([1, 2, 7], np.int32), earlier)[:2]

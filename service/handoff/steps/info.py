@@ -1,4 +1,4 @@
-"""What an environment says of a trajectory (`info`), as a JSON text in the end record, such as
+"""An environment's numbers about a trajectory (`info`), as a JSON text in the end record, such as
 
 {"search_r1": {"searches": 2}}
 """
@@ -21,8 +21,8 @@ INFOS = msgspec.json.Decoder(dict[str, dict[str, float | None]])
 
 
 def packed_info(environment: str, info: Mapping[str, float]) -> str:
-    """The text of a trajectory's `info`, with six digits, and null for numbers that are not finite; without those from
-    which on it would exceed `MAX_INFO_BYTES`."""
+    """The text of a trajectory's `info`: numbers have six digits, or null if they are not finite. The last numbers are
+    left out if the text would exceed `MAX_INFO_BYTES`."""
     kept = {name: float(f"{number:.6g}") for name, number in islice(info.items(), MAX_INFO_NAMES)}
     while len(text := msgspec.json.encode({environment: kept})) > MAX_INFO_BYTES:
         if not kept:
@@ -32,7 +32,7 @@ def packed_info(environment: str, info: Mapping[str, float]) -> str:
 
 
 def is_info(text: str) -> bool:
-    """Whether a text is one that `packed_info` may have made."""
+    """Whether `packed_info` may have made this text."""
     try:
         return not text or bool(INFOS.decode(text))
     except msgspec.MsgspecError:

@@ -98,7 +98,7 @@ class Episodes(NamedTuple):
 
     @staticmethod
     def of(steps: Steps, ends: Ends) -> Episodes:
-        """Sort steps as the end records are; raises a ValueError if one came twice or has no end record, or two."""
+        """The trajectories of these tables; raises a ValueError if a step came twice, or has no end record or two."""
         steps, end_K = in_order(steps, end_of_items(steps, ends))
         first_G = offsets_of(np.bincount(end_K, minlength=len(ends)))
         role_K, reward_K = np.zeros(len(steps), np.uint8), steps.reward_K.copy()
@@ -284,7 +284,7 @@ def steps_table(steps: Iterable[Step]) -> Steps:
 
 
 def _item_columns(table: type, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """The item columns of a table and its names, from each item's values by column without axis."""
+    """A table's item columns and names, from each item's values; their keys are column names without the axis."""
     columns, made = columns_of(table), dict[str, Any]()
     codes = {code: names for names, code in columns.names}
     for column in columns.items:

@@ -9,7 +9,8 @@ means that the response was cut at the length limit.
     roles   aux       main         main                 retry                             verifier
 
 An end record carries the number of each step's role, or nothing if all are `main`. First come the roles of `Role`,
-which share the rewards and the baseline of `main`, then those that the configuration names, each with its own.
+which share the rewards and the baseline of `main`, then the roles that the configuration names, each with rewards
+and a baseline of its own.
 """
 
 from __future__ import annotations

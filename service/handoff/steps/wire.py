@@ -5,7 +5,7 @@
     ..  the arrays, in the header's order, each at a multiple of 64 bytes from the start
 
 The checksum covers all bytes after it. Decoding never runs code; the arrays are read-only views of the message. A step
-group with supports is sent deflated: it is the header of a message of another kind, which has no arrays.
+group with supports is sent deflated: its bytes are the header of a message of another kind, which has no arrays.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def encode(group: StepGroup, may_deflate: bool = True) -> bytes:
 
 
 def decode(data: bytes | memoryview, limits: Limits | None) -> StepGroup | Refusal:
-    """The step group in these bytes, or why they are invalid; never raises. No `limits`: it was accepted before."""
+    """The step group in these bytes, or why they are invalid; never raises. `limits`: None if accepted before."""
     try:
         if limits is not None and len(data) > limits.max_group_bytes:
             raise _Damaged(RefusalReason.TOO_LARGE, "message", len(data))
@@ -184,7 +184,7 @@ def _framed(kind: int, head: bytes, arrays: Mapping[str, NDArray[Any]]) -> bytes
 
 
 def _inflated(data: bytes | memoryview, max_bytes: int) -> bytes:
-    """The step group in a deflated message, up to `max_bytes` of it; 0: all of it."""
+    """The first `max_bytes` bytes of the step group in a deflated message; 0: all bytes."""
     try:
         return zlib.decompressobj().decompress(_header(data, DEFLATED, len(data)), max_bytes)
     except zlib.error as error:

@@ -78,7 +78,7 @@ def test_each_step_is_a_row_of_its_own_if_merging_is_off(mode: Mode, rows: int) 
         ([step(0, [1], [2])], [end(steps=2)], "ended after 2 steps, but 1 are there"),
         ([step(0, [1], [2])], [end(), end()], "it ends twice"),
         ([step(0, [1], [2])], [end(TrajectoryId(0, 1), 0), end(TrajectoryId(0, 1))], "has no end"),
-        ([step(0, [1], [2])], [end(uid="b")], "group=0 is of the prompts 'a' and 'b'"),
+        ([step(0, [1], [2])], [end(uid="b")], "group=0 has the prompts 'a' and 'b'"),
         ([step(1, [1], [2])], None, "step=1 is there, but step 0 before it is not"),
     ],
 )
