@@ -106,7 +106,7 @@ class BufferActor(Supervised):
         routing: Routing | None = None,
         asking: MakeAsking | None = None,
     ) -> None:
-        """Store the settings; `asking` makes what sends groups to scorers (None: there are no scorers)."""
+        """Store the settings. `asking`: makes the object that sends groups to scorers; None: there are no scorers."""
         keep_log("buffer")
         self._config = Config.model_validate_json(config_json)
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -177,7 +177,7 @@ class BufferActor(Supervised):
         self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId], call: bool = False
     ) -> None:
         """Extend the deadlines of a generator's trajectories that are still in progress, although no new step has
-        arrived. `call`: they moved to it, and now call the policy."""
+        arrived. `call`: the trajectories moved to it, and now call the policy."""
         self._buffer.renew(generator, incarnation, trajectories, call)
 
     async def leave(self, generator: str, incarnation: int | None, reason: str) -> None:

@@ -77,7 +77,7 @@ class TrainerRank(Supervised):
         self._supervised: SupervisedSteps | None = None
         """Takes the steps of `baton sft`; None before the first step."""
         self._store: TCPStore | None = None
-        """Where the ranks form their process group."""
+        """The store through which the ranks form their process group."""
         self._gathered: tuple[int | None, dict[str, torch.Tensor]] = (None, {})
         """The whole weights that were gathered last, for transport `ipc`, with their version."""
         self._buffers = PartBuffers(rank)
@@ -179,7 +179,7 @@ class TrainerRank(Supervised):
         self._states.enter("waiting")
 
     def _try(self, settings: LearnSettings, policy: Policy, chooses: bool) -> None:
-        """Take the trial; `chooses`: whether it also chooses if gathered weights are kept."""
+        """Take the trial; with `chooses`, choose afterwards whether gathered weights are kept."""
         began, shares = time.monotonic(), self._config.weights.transport == "ipc"
         elsewhere = engine_bytes(policy, self._config.generator.kv_cache_bytes or 0) if shares else 0.0
         take_trial(settings, policy, elsewhere)
@@ -313,9 +313,9 @@ def process_group_backend(device: torch.device, cpu_offload: bool) -> str:
 
 
 def choose_interface(address: str, nodes: int) -> None:
-    """Let gloo and NCCL of several nodes use the network interface that has this address, unless the user has chosen
-    one. gloo binds the address of the host's name: on many hosts 127.0.1.1, which no other host reaches. NCCL takes the
-    first interface, which may lead to containers of this host only. `UserError` if gloo's is not there."""
+    """If there are several nodes, make gloo and NCCL use the network interface that has this address, unless the user
+    has chosen one. By default gloo takes the address of the host's name, on many hosts 127.0.1.1, and NCCL takes the
+    first interface; other hosts may not reach these. Raises `UserError` if the user chose a missing one for gloo."""
     there = psutil.net_if_addrs()
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     if unknown := [name for name in chosen if name and name not in there]:

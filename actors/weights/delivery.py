@@ -85,7 +85,7 @@ class Delivery:
         weights again after its restart.
         """
         if (lock := self._locks.get(name)) is None:
-            return None  # it has left
+            return None  # the generator has left
         async with lock:
             if self._latest is None or not self._is_up(name):
                 return None
@@ -120,7 +120,7 @@ class Delivery:
         return time.monotonic() - start
 
     async def _pull(self, name: str, weights: PublishedWeights) -> None:
-        """If the image of the node has vanished with its holder, try a new image."""
+        """Let a generator load these weights. If its node's image has vanished with the holder, try a new image."""
         for tries_left in reversed(range(len(self._generators))):
             if (sources := await self._images.sources_for(name, weights)) is None:
                 return  # newer weights are about to be published

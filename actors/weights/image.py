@@ -92,7 +92,7 @@ class ImageHolder:
             return self._memory
 
     def _drop_memory(self) -> None:
-        """Use the memory no more, because a read into it may be in progress, which ends only with its agent."""
+        """Stop using the memory: a read into it may still be in progress, and ends only when its agent ends."""
         self._agent = None
         self._memory.close()
         self._memory = WeightMemory(0)

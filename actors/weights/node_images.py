@@ -76,7 +76,7 @@ class NodeImages:
         self._held: dict[str, NodeImage] = {}
         """The newest image of each node, by node."""
         self._failures = 0
-        """How many of the newest publications, without a success in between, NIXL did not bring to all nodes."""
+        """Number of publications since the last one that NIXL brought to all nodes."""
         self._said = ""
         """The last logged text about how weights go to other hosts."""
         self._under_way: set[asyncio.Task[None]] = set()

@@ -25,7 +25,7 @@ from service.types import PolicyVersion
 TRAINER = "trainer"
 """Name of all ranks together in `service.run.liveness.supervisor.Supervisor`."""
 MIN_BYTES_PER_SECOND = 100e6
-"""Rate at which weights must arrive at an engine; Ray's object store brings several times as many to another host."""
+"""Rate at which weights must arrive at an engine; Ray's object store is several times as fast between hosts."""
 
 
 @dataclass(frozen=True)
@@ -134,5 +134,5 @@ class PublishedWeights:
         return [source.part.n_bytes for source in self.sources]
 
     def seconds(self, deadline: float) -> float:
-        """Return `deadline` and the seconds that the bytes may take."""
+        """Return `deadline` plus the seconds that sending the bytes may take."""
         return deadline + sum(self.sizes) / MIN_BYTES_PER_SECOND

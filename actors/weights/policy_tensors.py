@@ -83,8 +83,8 @@ class PolicySize(NamedTuple):
 
     @staticmethod
     def of_folder(model_folder: Path, lora: LoraConfig | None = None) -> PolicySize:
-        """Return the size of the weights that are trained of the model in a Hugging Face folder, or, with `lora`, of an
-        adapter of the model. Other parts of a multimodal model do not count."""
+        """Return the size of the weights that are trained: of the model in a Hugging Face folder, or with `lora` of an
+        adapter for this model. Other parts of a multimodal model do not count."""
         config = read_config(model_folder)
         shapes = trained_shapes(config, lora)
         adapter = None if lora is None else peft_names(shapes, stored_names(model_folder))

@@ -50,8 +50,8 @@ class WeightFile:
     """The weights file of one version, opened for reading."""
 
     def __init__(self, version: int, sources: Sequence[Source], kept: dict[str, OpenMemory] | None = None) -> None:
-        """Open the file. `kept`: memory that stays open from one version to the next, by inode number; what the file
-        needs is added, and what it does not need, as of ranks that have ended, is removed.
+        """Open the file. `kept`: memory that stays open from one version to the next, by inode number. Memory that
+        the file needs is added; memory that it does not need, such as that of ended ranks, is removed.
 
         Raises:
             WeightsGone: a holder has ended, or has another version.
@@ -63,7 +63,7 @@ class WeightFile:
             del kept[number]
         for number in paths.keys() - kept:
             kept[number] = OpenMemory(paths[number])
-            if is_kept:  # registering takes longer than reading the header, for which alone the others open it
+            if is_kept:  # memory that is opened only to read the header is not registered, which takes longer
                 register(kept[number].octets)
         self._memories = {path: kept[number] for number, path in paths.items()}
         """All memory regions of the file, by path."""

@@ -33,7 +33,7 @@ class EvalTrajectory:
     n_tokens: int
     """Number of tokens that the policy sampled."""
     stop_reason: str
-    """If it says that the engine or the environment failed, the trajectory says nothing about the policy."""
+    """Why the trajectory ended. If the engine or the environment failed, the trajectory is left out of the scores."""
     n_truncated: int = 0
     """Number of turns whose response was cut off at the length limit."""
 

@@ -133,7 +133,7 @@ class CheckpointWriter:
             with atomic_file(file) as partial:
                 with partial.open("wb") as opened:
                     opened.write(header)
-                    # not by `save_file` of safetensors, which has it on disk all at once
+                    # `save_file` of safetensors would sync all bytes at once
                     for chunk in torch.split(copies, CHUNK_BYTES):
                         opened.write(chunk.numpy().data)
                         opened.flush()
@@ -202,8 +202,8 @@ def check_parts(
         base.refuse_other(metadata.base.fingerprint, f"the checkpoint {folder}")
         if metadata.alpha is not None and metadata.alpha != alpha:
             raise UserError(
-                f"model.lora.alpha: the checkpoint {folder} was written with {metadata.alpha:g}, and any other value "
-                "makes another policy of its adapter; set that"
+                f"model.lora.alpha: the checkpoint {folder} was written with {metadata.alpha:g}, and another value "
+                "would change the adapter's policy; set that value"
             )
     remedy = "; resume with the model that it was written with"
     refuse_other_shapes(f"the checkpoint {folder}", metadata.shapes, shapes, remedy)

@@ -149,8 +149,8 @@ def _padded(offsets_R: Int64s, device: torch.device) -> Layout:
 
 
 class Support(NamedTuple):
-    """The tokens among which the sampler drew each loss token: `U` ids, token after token; the token itself and tokens
-    that were drawn from the whole vocabulary have none.
+    """The tokens among which the sampler drew each loss token: `U` ids, one loss token after another, without the drawn
+    token itself. A loss token that was drawn from the whole vocabulary has no ids.
 
         loss tokens 7 9 4; 7 was drawn from {5, 7, 8}, 9 from all, 4 from {4}      ids_U [5 8]   offsets_M [0 2 2 2]
                                                                                   truncated_M [True False True]

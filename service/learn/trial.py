@@ -42,7 +42,7 @@ ENGINE_BYTES = 3e9
 def take_trial(settings: LearnSettings, policy: Policy, elsewhere: float = 0) -> None:
     """Compute the largest micro-batches and drop their gradients; every rank must call this, before its first step.
 
-    `elsewhere`: bytes of this GPU that will be used by others, or by this process between steps.
+    `elsewhere`: bytes of this GPU that other processes will use, or this process between steps.
 
     Raises:
         OutOfMemory: the device has too little memory; the policy cannot be used any more.
@@ -90,7 +90,7 @@ def free_bytes(device: torch.device, margin: float) -> float:
 
 @contextmanager
 def _limited(device: torch.device, elsewhere: float) -> Iterator[None]:
-    """Within the block, this process gets only the memory of its GPU that it can use for good."""
+    """Within the block, this process gets only the part of its GPU's memory that it can also use during training."""
     if device.type == "cpu":
         yield
         return

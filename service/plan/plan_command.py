@@ -131,5 +131,5 @@ def _lines(table: SplitTable, problem: str | None, routed: int, gpus: int) -> It
 
 
 def _gb(n_bytes: float) -> str:
-    """Two digits that count, of very small and very large sizes too."""
+    """A size in GB, with two significant digits however small or large it is."""
     return f"{float(f'{n_bytes / 1e9:.2g}'):,g}"

@@ -18,9 +18,9 @@ from service.errors import UserError
 from service.plan.memory import ENGINE_BYTES, GPUS_OF_A_NODE, FitSettings, Gpu, fit, rank_bytes
 
 OF_PEAK, OF_BANDWIDTH, HOST_SECONDS = (0.5, 0.3), (0.8, 0.5), (0.002, 0.01)
-"""The fast and the slow end of each rate."""
+"""The fast and the slow end of each range, as fractions of the GPU's rates and in seconds."""
 MAX_SPLITS = 16
-"""Maximum number of splits in the table; of more, about this number is shown, evenly spread."""
+"""Maximum number of splits in the table; if there are more, about this number is shown, evenly spread."""
 
 
 class Work(NamedTuple):

@@ -81,7 +81,7 @@ def answer_from(data: object, room: int) -> Answer:
         ScorerFailed: the bytes are not a reply, or there are too many bytes.
     """
     if not isinstance(data, bytes):
-        raise ScorerFailed(Failure.MALFORMED, f"a {type(data).__name__}, no bytes")
+        raise ScorerFailed(Failure.MALFORMED, f"a {type(data).__name__}, not bytes")
     if len(data) > MAX_REPLY_BYTES + room:
         raise ScorerFailed(Failure.TOO_LARGE, f"{len(data)} bytes")
     try:

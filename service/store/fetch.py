@@ -45,8 +45,8 @@ def from_store(url: str, load: Load, into: Path | None = None) -> Path:
 
 
 def _restored(objects: Objects, step: int, names: list[str], load: Load, into: Path | None) -> Path:
-    """Read all files into a folder. What makes the checkpoint count, and the folder a run's, is written last: a folder
-    whose restoration was killed is restored again."""
+    """Read all files into a folder, last the manifest of the checkpoint and the run's configuration. Without these two
+    files the folder counts as not restored, so a restoration that was killed can begin again."""
     manifest = StoredManifest.read(objects, step)
     prefix, checkpoint = f"step_{step}/{manifest.upload}/", f"{CHECKPOINTS}/step_{step}/{MANIFEST}"
     read = partial(_read, objects, prefix)
@@ -73,7 +73,7 @@ def _restored(objects: Objects, step: int, names: list[str], load: Load, into: P
 
 
 def _new_folder(url: str, read: partial[None], load: Load) -> Path:
-    """A new folder in `run.dir`, by the stored configuration."""
+    """A new folder in the folder that `run.dir` of the stored configuration names."""
     with tempfile.TemporaryDirectory() as temporary:
         read(Path(temporary), CONFIG)
         try:

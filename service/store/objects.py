@@ -106,7 +106,7 @@ class Objects:
 
 
 class StoredManifest(BaseModel):
-    """The manifest of a checkpoint in the store, written when all files are there with which the run continues."""
+    """The manifest of a checkpoint in the store, written once all files that the run needs to continue are there."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -138,7 +138,7 @@ def stored_steps(names: Iterable[str]) -> list[int]:
 
 
 def run_id(folder: Path, run: str | None = None) -> str:
-    """The id of the run in a folder. A folder without one gets the id `run`, or a new one if that is None."""
+    """The id of the run in a folder. A folder without an id gets the id `run`, or a new id if `run` is None."""
     file = folder / STORE_MARK
     if run is not None or not file.exists():
         write_atomic(file, json.dumps({"run": run or uuid.uuid4().hex}) + "\n")

@@ -74,7 +74,7 @@ class Uploads:
         self._written = set[int]()
         """Steps of the checkpoints that this process has uploaded."""
         self._other = ""
-        """Why nothing more is uploaded: another process writes to the store."""
+        """Text that another process writes to the store, so that nothing more is uploaded; empty if there is none."""
         self._jobs: list[_Upload] = []
         """Uploads that have not ended; the first one is in progress."""
         self._lock = threading.Lock()
@@ -116,8 +116,8 @@ class Uploads:
         """
         if self._thread.ident is not None:
             self._thread.join()
-        if why := self.status.failing or self.left():  # the latter if the thread met a bug
-            raise RunFailed(f"{self.url} lacks what only {self._run} has now: {why}")
+        if why := self.status.failing or self.left():  # something is left if the thread died of a bug
+            raise RunFailed(f"{self.url} lacks files that only {self._run} has now: {why}")
 
     def _files(self, *wanted: str) -> list[Path]:
         found = [file for name in wanted for file in (self._run / name, *sorted((self._run / name).rglob("*")))]
@@ -168,16 +168,16 @@ class Uploads:
         if not self._objects.create(manifest_name(step), manifest.model_dump_json().encode()):
             if step not in self._written:
                 self._other = f"{self.url} has the checkpoint of step {step} from another process of this run"
-            raise StoreFailed(self._other or f"{self.url} has it from before the run went back")
+            raise StoreFailed(self._other or f"{self.url} has this checkpoint from before the run went back")
         self._written.add(step)
-        self.status = self.status._replace(failing="", step=step)  # it stands in for those that were given up
+        self.status = self.status._replace(failing="", step=step)  # later than those given up
         try:
             found = self._objects.names()
             kept = {f"{PREFIX}{one}" for one in (step, *stored_steps(found)[: self._keep])}
             old = [name for name in found if name.startswith(PREFIX) and name.partition("/")[0] not in kept]
             self._objects.delete(sorted(old, key=lambda name: name.count("/")))  # each manifest first
         except StoreFailed as error:
-            self._say(f"what is too old is not deleted: {error}; uploads go on")
+            self._say(f"the old checkpoints in the store are not deleted: {error}; uploads go on")
 
     def _failed(self, why: str) -> None:
         self._say(f"{why}; training goes on")

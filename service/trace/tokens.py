@@ -127,8 +127,8 @@ def number(value: float | None, form: str) -> str:
 
 
 def step_line(step: Record) -> str:
-    """A step in one line: role, the step that it continues unless that is the step before, row, weights, reward,
-    advantage if the step has its own, and stop reason."""
+    """A step in one line: role, the step that it continues (if not the step before), row, weights, reward, advantage
+    (if the step has its own), and stop reason."""
     reward = step["reward"] if isinstance(step["reward"], int | float) else sum(step["reward"])
     versions = ", ".join(dict.fromkeys(weights(version) for _, version in step["versions"] if version)) or "not sampled"
     role = "" if step["role"] == "main" else f"{step['role']}, "

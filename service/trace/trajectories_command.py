@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         added = actions.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         added.set_defaults(command=run)
         added.add_argument("run", metavar="RUN", nargs="?", help=NEWEST_HELP)
-        added.add_argument("--last", type=count, default=50, metavar="N", help="the last N kept ones (default 50)")
+        added.add_argument("--last", type=count, default=50, metavar="N", help="show only the last N (default 50)")
         added.add_argument("--failed", action="store_true", help="only attempts that failed")
     added.add_argument("--output", type=Path, metavar="FILE", help="default: trajectories.html in the run folder")
 

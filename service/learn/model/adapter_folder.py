@@ -4,7 +4,7 @@ adapter_config.json          rank, alpha, target modules, the path of the base m
 adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...
                              and, in the header's metadata, the base model's fingerprint
 
-The name of a layer is that in the base model's folder, such as `model.language_model.layers.0` in a multimodal one.
+A layer has its name in the base model's folder, such as `model.language_model.layers.0` for a multimodal model.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def write_adapter(folder: Path, base: Base, lora: LoraConfig, tensors: Mapping[s
         **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out"), False),
     }
     names = stored_names(Path(base.path))
-    if names.others:  # PEFT would look for targets in them
+    if names.others:  # otherwise PEFT would look for targets in these parts
         settings["exclude_modules"] = rf"(.*\.)?({'|'.join(names.others)})\..*"
     with atomic_folder(folder) as partial:
         (partial / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
@@ -162,7 +162,7 @@ def check_adapter(folder: Path, lora: LoraConfig, base: Base, shapes: Mapping[st
         there, here = (getattr(settings, name) for settings in (found, lora))
         if set(there) != set(here) if name == "targets" else there != here:
             shown = f"[{','.join(sorted(there))}]" if name == "targets" else f"{there:g}"
-            raise UserError(f"model.lora.{name}: the adapter {folder} has {shown}; set that, or begin without it")
+            raise UserError(f"model.lora.{name}: the adapter {folder} has {shown}; set that, or leave the adapter out")
     _tensors(folder, base, shapes)
 
 

@@ -195,7 +195,7 @@ class StoredWeights:
             if not torch.equal(head[rows], embedding[rows]):
                 raise UserError(
                     f"model.path: {HEAD} in {self._folder} differs from {EMBEDDING}, but its config.json ties them "
-                    "(tie_word_embeddings); set false there if the head is one of its own"
+                    "(tie_word_embeddings); set it to false if the head has weights of its own"
                 )
 
     def _slice(self, name: str, shape: Sequence[int]) -> Any:

@@ -67,7 +67,7 @@ def add_adapter(model: nn.Module, layers: nn.ModuleList, lora: LoraConfig, dtype
                     missing.discard(name)
     if any(hasattr(layer.mlp, "experts") for layer in layers) and not set(lora.targets) <= set(ATTENTION):
         raise UserError(
-            "model.lora.targets: the model has experts, which get no adapter; choose of the layers of the attention, "
+            "model.lora.targets: the model has experts, which get no adapter; choose among the attention layers "
             f"[{','.join(ATTENTION)}]"
         )
     if missing:

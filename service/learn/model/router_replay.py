@@ -82,7 +82,7 @@ class RouterReplay:
 
 class _Recorded(TorchFunctionMode):
     """Within the block, `topk` over all experts returns the recorded experts if it is called for as many experts per
-    token as were recorded. Unknown ones are as `service.columns.unknown` says."""
+    token as were recorded. Where the record is unknown (`service.columns.unknown`), the choice is the router's own."""
 
     def __init__(self, recorded_NK: Tensor, experts: int) -> None:
         super().__init__()

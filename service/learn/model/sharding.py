@@ -61,7 +61,7 @@ def ranks_by_node(nodes: Sequence[str]) -> list[list[int]]:
     if len({len(of_node) for of_node in ranks.values()}) > 1:
         held = ", ".join(str(len(of_node)) for of_node in ranks.values())
         raise UserError(
-            f"trainer.shard_within: node needs as many ranks on each node, but the nodes have {held}; choose "
+            f"trainer.shard_within: node needs equally many ranks on each node, but the nodes have {held}; choose "
             "trainer.ranks that fill whole nodes, or all"
         )
     return list(ranks.values())

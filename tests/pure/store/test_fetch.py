@@ -219,9 +219,9 @@ def test_a_checkpoint_that_is_given_up_is_told_and_the_next_one_stands_in_for_it
     objects.fails = lambda doing, name: "step_6" in name or doing == "delete"
     run.train(4)
     assert run.uploads.status.failing == "" and stored_steps(objects.names()) == [4, 0]
-    assert [line for line in run.said if "what is too old is not deleted" in line]
+    assert [line for line in run.said if "the old checkpoints in the store are not deleted" in line]
     run.train(6)
-    with pytest.raises(RunFailed, match=r"lacks what only .*/scripted has now: not uploaded: the checkpoint of step 6"):
+    with pytest.raises(RunFailed, match=r"lacks files that only .* has now: not uploaded: the checkpoint of step 6"):
         run.end()
 
 

@@ -71,7 +71,7 @@ def test_what_could_not_be_uploaded_is_said_and_the_run_is_as_it_ended(
     assert running.run(config) == RunFailed.exit_code
     assert json.loads((tmp_path / "quickstart" / SUMMARY).read_text()) == SUMMARY_OF_RUN
     said = capsys.readouterr().out
-    assert re.search(r"lacks what only \S+/quickstart has now: not uploaded: the final weights: .* failed", said)
+    assert re.search(r"lacks files that only \S+/quickstart has now: not uploaded: the final weights: .* failed", said)
 
 
 def test_a_run_that_fails_uploads_its_checkpoints_and_then_says_why_it_failed(
