@@ -166,7 +166,7 @@ class WeightFile:
         return {"version": self._version, "sources": sources}
 
     def close(self) -> None:
-        """Give up the file's memory, which is then closed unless it is kept; tensors read from it remain valid."""
+        """Release the file's memory, which closes it unless it is kept; tensors read from it remain valid."""
         self._memories, self._spans = {}, []
 
 

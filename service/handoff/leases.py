@@ -115,7 +115,7 @@ class Leases:
 
 def with_filtered(batch: MiniBatch, filtered: GroupStats) -> MiniBatch:
     """The mini-batch, with reward metrics that also cover the groups filtered since the previous mini-batch, and with
-    the cost of resampling: 2 tokens per kept token if filters removed half of all."""
+    the cost of resampling: the sampled tokens per kept token, which is 2 if filters removed half of them."""
     metrics = reward_metrics(group_stats(batch.return_G, batch.prompt_of_trajectory_G), filtered)
     sampled = batch.metrics["tokens/sampled"]
     metrics["generate/filtered_tokens"] = float(filtered.tokens)

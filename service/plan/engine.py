@@ -1,5 +1,5 @@
-"""Whether the GPUs of an engine can divide a model, and the bytes of its KV cache: arithmetic on the numbers of its
-config.json, or of one that will be made, without torch, which takes seconds to import."""
+"""Whether the GPUs of an engine can divide a model, and the bytes of the engine's KV cache, from the numbers in the
+model's config.json (or in one that a run will make). Does not import torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 def kv_token_bytes(model: Any, generator: GeneratorConfig, dtype: str) -> int:
     """Bytes that the keys and values of one token take on one GPU of an engine, in the layers and key heads (at least
-    one) that it computes. Layers of linear attention keep a state per request instead."""
+    one) that this GPU computes. Layers of linear attention keep a state per request instead."""
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads = max(1, model.num_key_value_heads // generator.tensor_parallel_size)
     stages = generator.engine_gpus // generator.tensor_parallel_size
@@ -62,7 +62,7 @@ def check_engine(model: Any, generator: GeneratorConfig, dtype: str) -> None:
     if wrong:
         raise UserError(
             f"generator.tensor_parallel_size: {gpus} GPUs cannot divide the model among themselves "
-            f"({', '.join(wrong)}); use a divisor of them"
+            f"({', '.join(wrong)}); use a divisor of these numbers"
         )
     size, longest = generator.kv_cache_bytes, request_bytes(model, generator, dtype)
     if size is not None and size < longest:

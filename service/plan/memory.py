@@ -176,7 +176,7 @@ def shards_of(trainer: TrainerConfig, ranks: int) -> int:
 
 
 def host_bytes(size: Size, settings: FitSettings) -> dict[str, float]:
-    """Bytes of memory that a full node with rank 0 and the driver needs, by what they hold."""
+    """Bytes of memory that a full node with rank 0 and the driver needs, by use."""
     trainer, weights = settings.learn.trainer, size.trained * ITEM_BYTES[settings.learn.model.dtype]
     here = size.trained * min(1.0, GPUS_OF_A_NODE / shards_of(trainer, trainer.ranks))  # parameters of the node's ranks
     return {

@@ -59,7 +59,7 @@ def filtered(group: CompleteGroup, settings: FilterSettings) -> Ended | None:
 
 
 def examine(record: Record, settings: FilterSettings) -> None:
-    """Record the success of newly complete groups for a curriculum, and end those that a filter removes."""
+    """Record the success of newly complete groups for a curriculum, and end groups that a filter removes."""
     unexamined, groups = record.ledger.unexamined, record.ledger.state.groups
     while unexamined:
         group = groups.get(group_id := unexamined.pop(0))

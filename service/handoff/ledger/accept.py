@@ -35,8 +35,8 @@ class NewContent(NamedTuple):
     """Trajectories whose content in the message came too late."""
 
     def only(self, message: StepGroup, message_bytes: int) -> StepGroup:
-        """The message for the journal: `message` itself, or one without the content that was not checked (repeated or
-        late) and without unused names, for which no bytes are reserved."""
+        """The message for the journal: without content that was not checked (repeated or late), and without unused
+        names, for which no bytes are reserved. It may be `message` itself."""
         n_new = sum(len(new.items) + (new.end is not None) for new in self.additions)
         counted = sum(new.n_bytes for new in self.additions)
         if n_new == len(message.steps) + len(message.ends) and message_bytes <= counted:

@@ -98,7 +98,7 @@ def apply_frame(record: Record, frame: Frame) -> None:
 
 
 def load_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]:
-    """Complete groups, read back if their optimizer step was undone; raises a JournalError if one is not there."""
+    """Complete groups, read back if their optimizer step was undone; raises a JournalError if a group is gone."""
     if missing := [group_id for group_id in group_ids if group_id not in record.store.held]:
         record.journal.sync()
         _fetch_groups(record, missing, record.journal.synced)

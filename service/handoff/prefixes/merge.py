@@ -5,7 +5,7 @@
     row   : prompt [10 20 30]  response [40 50 60 70 80 90]
                                   mask    1  1  0  0  1  1
 
-A step continues another one if its reference is to the whole other step; a step without a reference begins a row. If
+A step continues an earlier step if it refers to the whole of that step; a step without a reference begins a row. If
 each step continues the step before it, merging copies nothing and changes only offsets. If a trajectory branches, its
 rows are built from segments of the token axis: live ones keep their loss, context is repeated without loss, so that
 later tokens follow what the policy saw:
@@ -217,7 +217,7 @@ class _RowBuilder:
         self._row_of: dict[int, _OpenRow] = {}
         """The row of each step, by step index."""
         self._sampled_from: dict[int, int] = {}
-        """For each step, the position of the first response in its prompt and response, by step index."""
+        """By step index, the position of the earliest sampled token in the step's prompt and response."""
 
     def add(self, k: int) -> None:
         """Add item `k`; steps must be added in order."""
