@@ -219,7 +219,7 @@ def concat(tables: Sequence[AnyTable]) -> AnyTable:
         return tables[0]
     of = type(tables[0])
     columns, names = columns_of(of), [field.name for field in fields(of)]
-    # at once for all fields of a table: there may be thousands of tables with a single step each
+    # all fields of a table are read at once, because there may be thousands of tables of a single step
     parts = dict(zip(names, zip(*map(attrgetter(*names), tables), strict=True), strict=True))
     made: dict[str, Any] = {column.name: np.concatenate(parts[column.name]) for column in columns.items}
     for column in columns.nested:

@@ -110,7 +110,7 @@ def refuse_remote_code(folder: Path) -> None:
         try:
             settings = json.loads(file.read_text(encoding="utf-8"))
         except (ValueError, RecursionError):
-            continue  # the reader of the file reports what is wrong with it
+            continue  # a malformed file is reported where it is read
         if _has_key(settings, "auto_map"):
             raise UserError(f"model.path: {file} names code of its own (auto_map), which is not run; remove that entry")
 

@@ -357,4 +357,4 @@ class BufferActor(Supervised):
             if self._journal.position > self._journal.synced:
                 self._queued.set()
             self._claims.expire(time.monotonic())
-            await self._wake()  # also without an event: the disk may have room again
+            await self._wake()  # even without an event, because the disk may have room again

@@ -148,7 +148,7 @@ class TrainerRank(Supervised):
             UserError: Ray assigned a GPU to this rank that PyTorch cannot use.
             OutOfMemory: the largest micro-batch needs more memory.
         """
-        if self._device.type == "cuda" and (why := unusable_cuda()) is not None:  # as on a node that joined later
+        if self._device.type == "cuda" and (why := unusable_cuda()) is not None:  # perhaps its node joined later
             node = ray.util.get_node_ip_address()
             raise UserError(f"trainer-{self._rank} has a GPU of node {node}, but PyTorch cannot use it: {why}")
         config = self._config if adapter else self._config.without_adapter

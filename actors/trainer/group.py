@@ -41,7 +41,7 @@ class TrainerGroup:
     def __init__(self, config: Config, ranks: Sequence[Any]) -> None:
         """Store the ranks, and the seconds in which they must start, and in which they must answer a later call."""
         self._start_deadline, self._deadline = config.run.start_deadline, config.run.stall_deadline
-        # one call for all steps of the warm start, each of which may take as long as any other step
+        # one call takes all steps of the warm start, and each step may take as long as an RL step
         self._warm_start_deadline = self._deadline * (config.model.warm_start.steps if config.model.warm_start else 0)
         self._ranks = list(ranks)
         self.named = {f"trainer-{number}": rank for number, rank in enumerate(ranks)}
@@ -66,7 +66,7 @@ class TrainerGroup:
             self.nodes = [node for node, _ in places]
             await self._start("load", places[0][1], str(model_folder), self.nodes, adapter, self._checkpointing)
         except (ray.exceptions.RayActorError, RuntimeError) as error:
-            # A rank may notice sooner than Ray that another one has died; gloo has no class of errors for it.
+            # A rank may notice the death of another rank before Ray does; gloo has no class of errors for it.
             if (
                 not isinstance(error, ray.exceptions.RayActorError | DistError)
                 and "gloo" not in in_a_line(error).lower()

@@ -43,7 +43,7 @@ class PartBuffers:
         pieces = list(_pieces(weights, self._rank, dtype))
         part = WeightPart.of_spans([(at, source.numel() * kind.itemsize) for at, source, kind in pieces])
         with self._lock:
-            self.version = None  # until all bytes are there
+            self.version = None  # no version until all bytes are there
             if part != self.part:
                 memory = WeightMemory(part.n_bytes, 2)
                 register(memory.whole)

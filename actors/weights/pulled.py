@@ -230,7 +230,7 @@ class PulledTensor(Tensor):
             if all(_is_of(view, first._view) for view in views):
                 made = [cls(first.read_rows, first._width, view) for view in views]
                 return made if isinstance(viewed, list | tuple) else made[0]
-        if func is torch.ops.aten.copy_.default:  # vLLM also counts what will be copied
+        if func is torch.ops.aten.copy_.default:  # vLLM copies into meta tensors to count elements
             return first if first.is_meta else func(first, others[0].pulled(first.device), *others[1:])
         cls.values_read += 1
         args, kwargs = tree_map(lambda each: each.pulled() if isinstance(each, cls) else each, (args, kwargs or {}))

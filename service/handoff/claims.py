@@ -128,7 +128,7 @@ class Claims:
             return Wait(WaitReason.ROOM, "the generator is full", record.clock.monotonic())
         if not restarted:
             why = self._admission.wait(record, claim.serving) or self._admission.disk_wait(record, state.n_samples)
-        else:  # needs no admission; but a full journal must first remove the previous attempts
+        else:  # restarts need no admission; but a full journal must first remove the previous attempts
             why = self._admission.disk_wait(record, 0)
             why = why if record.journal.reclaims else None
         if why is not None:

@@ -211,13 +211,13 @@ _RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
 
 
 def _beyond(reward_X: Float64s) -> Bools:
-    return ~(np.abs(reward_X) <= MAX_REWARD)  # true of NaN
+    return ~(np.abs(reward_X) <= MAX_REWARD)  # True for NaN
 
 
 def _first_outside(reason: RefusalReason, *ranges: tuple[str, NDArray[Any], int, Any]) -> Refusal | None:
     """The refusal of the first integer outside its column's range [low, high); None if all are inside."""
     for name, column_X, low, high in ranges:
-        above_X = (column_X if low == 0 else column_X - low).view(f"u{column_X.itemsize}")  # if below: huge
+        above_X = (column_X if low == 0 else column_X - low).view(f"u{column_X.itemsize}")  # huge if below low
         if not isinstance(high, np.ndarray) and np.maximum.reduce(above_X, initial=0) < high - low:
             continue
         if (wrong := _first(reason, name, column_X, above_X >= high - low)) is not None:

@@ -96,8 +96,8 @@ def compile_layers(model: PreTrainedModel, recompute_elementwise: bool = False) 
 
     `recompute_elementwise`: the backward pass recomputes results of elementwise operations instead of keeping them.
     """
-    # with 1, torch keeps the results with which a step is fastest; below 1, elementwise results are recomputed, and
-    # further results if that does not save enough
+    # with 1, torch keeps the results that make a step fastest; below 1, it recomputes elementwise results, and others
+    # if that does not save enough memory
     torch._functorch.config.activation_memory_budget = 0.9 if recompute_elementwise else 1.0
     for layer in model.model.layers:
         layer.compile(dynamic=True)

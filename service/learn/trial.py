@@ -51,7 +51,7 @@ def take_trial(settings: LearnSettings, policy: Policy, elsewhere: float = 0) ->
     batch = largest_mini_batch(settings.trainer, policy.vocab_size, settings.longest_row)
     with policy.gradients_dropped_on_error(), _limited(device, elsewhere):
         moments = Optimizer(masters, settings.trainer.betas, settings.trainer.weight_decay).moments()
-        # a learner of its own, because frozen weights are not to be taken yet
+        # a separate learner, because the policy's learner copies its frozen weights later
         Learner(settings, Path(), device, policy.rank, policy.world_size, policy).accumulate(batch)
         masters.drop_gradients()
         if policy.compiles:

@@ -147,7 +147,7 @@ def rank_bytes(size: Size, learn: LearnSettings, level: Checkpointing, ranks: in
     trainer, width = learn.trainer, ITEM_BYTES[learn.model.dtype]
     is_sharded = ranks > 1 or trainer.sharded
     shards = shards_of(trainer, ranks)
-    master = 4 if is_sharded or width > 2 else 4 + width  # unsharded masters lie beside the bfloat16 weights
+    master = 4 if is_sharded or width > 2 else 4 + width  # bfloat16 and float32 weights if unsharded
     weights = (master * size.trained + width * (size.parameters - size.trained)) / shards
     states = {"weights": weights, "gradients": 4 * size.trained / shards, "optimizer": 8 * size.trained / shards}
     if trainer.cpu_offload:
@@ -164,7 +164,7 @@ def rank_bytes(size: Size, learn: LearnSettings, level: Checkpointing, ranks: in
     in_layer = size.peak * tokens * width / 2
     activations = stored * tokens * width / 2 + (in_layer if in_layer > logits else 0.0)
     logits = logits if logits >= in_layer else 0.0
-    # of all micro-batches at once
+    # the recorded experts of all micro-batches are on the GPU at once
     trajectories = trainer.mini_batch_size * learn.algorithm.n_samples_per_prompt
     experts = size.routed * max(tokens, trajectories * learn.longest_row / ranks)
     return {**states, "gathered": gathered, "activations": activations, "logits": logits, "experts": experts}

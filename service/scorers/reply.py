@@ -102,7 +102,7 @@ def answer_of(given: Any, n_trajectories: int) -> Answer:
         ScorerFailed: the answer has another form, or another number of rewards.
     """
     try:
-        both = isinstance(given, tuple) and len(given) == 2 and np.ndim(given[0]) > 0  # else two rewards
+        both = isinstance(given, tuple) and len(given) == 2 and np.ndim(given[0]) > 0  # otherwise these are two rewards
         rewards, info = given if both else (given, ())
         if isinstance(rewards, str | bytes | dict) or isinstance(info, str | bytes | dict):
             raise TypeError(f"{type(rewards).__name__} and {type(info).__name__} are no lists")

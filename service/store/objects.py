@@ -66,7 +66,7 @@ class Objects:
         with self._named(f"writing {name}"):
             try:
                 self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
-            except AlreadyExistsError:  # possibly from an attempt whose answer was lost
+            except AlreadyExistsError:  # perhaps made by an attempt whose answer was lost
                 return b"".join(self.get(name)) == data
         return True
 
@@ -100,7 +100,7 @@ class Objects:
             reason = re.sub(r"//\S*@|\?\S*", "", str(error).partition("\n")[0])[:200]
             if code := re.search(r"<Code>(\w+)</Code>", str(error)):
                 reason = code[1]
-            elif "//169.254.169.254/" in reason:  # where the library asks for the credentials of a machine's role
+            elif "//169.254.169.254/" in reason:  # the address that gives the credentials of a machine's role
                 reason = "the environment has no credentials for it, and this machine has no role"
             raise StoreFailed(f"{self.url}: {doing}: {reason}") from None
 

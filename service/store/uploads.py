@@ -92,7 +92,7 @@ class Uploads:
             if starts[:1] != [start]:
                 raise FileNotFoundError(0, "a part of the journal is not there", str(self._run / names.JOURNAL))
             folder = f"{names.CHECKPOINTS}/{PREFIX}{step}"
-            manifest = self._run / folder / MANIFEST  # the first file that goes when the checkpoint is deleted
+            manifest = self._run / folder / MANIFEST  # deleted first when the checkpoint is deleted
             self._add(step, [*(segments[at] for at in starts), *self._files(*WITH_CHECKPOINT, folder), manifest])
         except OSError as error:
             self._failed(f"not uploaded: the checkpoint of step {step}: {error.filename}: {error.strerror}")
@@ -170,7 +170,7 @@ class Uploads:
                 self._other = f"{self.url} has the checkpoint of step {step} from another process of this run"
             raise StoreFailed(self._other or f"{self.url} has this checkpoint from before the run went back")
         self._written.add(step)
-        self.status = self.status._replace(failing="", step=step)  # later than those given up
+        self.status = self.status._replace(failing="", step=step)  # newer than failed uploads
         try:
             found = self._objects.names()
             kept = {f"{PREFIX}{one}" for one in (step, *stored_steps(found)[: self._keep])}

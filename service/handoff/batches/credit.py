@@ -145,7 +145,7 @@ class Part(NamedTuple):
             raise NoAdvantage(str(error), self.number_V[error.trajectories].tolist()) from error
         if rule.estimator not in GROUP_ESTIMATORS:
             return advantage_X
-        alone_V = np.bincount(group_V)[group_V] == 1  # no other trajectory to compare with
+        alone_V = np.bincount(group_V)[group_V] == 1  # no other trajectory of the group has the role
         return np.where(np.repeat(alone_V, n_turns_V), 0.0, advantage_X)
 
 

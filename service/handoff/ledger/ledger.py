@@ -222,7 +222,7 @@ class Ledger:
         group.scored = (*group.scored, event.scorer)
         group.n_bytes += event.n_bytes
         group.unrewarded |= set(unrewarded(group, event.rewards or ()))
-        if not group.awaited and event.group_id in self.scoring:  # not in `scoring`: still unfinished
+        if not group.awaited and event.group_id in self.scoring:  # not one that is unfinished
             del self.scoring[event.group_id]
             for sample in group.unrewarded:
                 self._give_up(group, sample, RefusalReason.SCORER)

@@ -108,7 +108,7 @@ def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) 
     chain_C = item_K[chained_K]
     row_C = np.maximum.accumulate(np.where(begins_K, item_K, 0))[chained_K]
     last_K = item_K.copy()
-    last_K[row_C] = chain_C  # ascending, so the last one stays
+    last_K[row_C] = chain_C  # these ascend, so the row's last step stays
     counts["extended"] += int(np.count_nonzero(chained_K & ~begins_K))
     start_C, stop_C = steps.offsets_K[chain_C], steps.offsets_K[chain_C + 1]
     segments = [(start_C, stop_C, np.ones(len(chain_C), np.bool_), row_C)]

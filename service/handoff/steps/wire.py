@@ -226,7 +226,7 @@ def _arrays(view: memoryview, position: int, heads: tuple[ArrayHead, ...]) -> di
         dtype = next((dtype for dtype in known if dtype and dtype.str == dtype_name), None)
         if dtype is None or name in arrays:
             raise _Damaged(RefusalReason.SCHEMA, name[:80])
-        if min(shape) < 0 or max(shape) > len(view):  # also where another axis has no items at all
+        if min(shape) < 0 or max(shape) > len(view):  # even if another axis has length 0
             raise _Damaged(RefusalReason.MALFORMED, name[:80], min(max(shape), 1 << 62))
         count = math.prod(shape)
         start = _aligned(position)

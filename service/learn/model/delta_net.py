@@ -133,7 +133,7 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta:
     from_state = query * decay.exp()[..., None]
     to_state = key * (decay[..., -1:] - decay).exp()[..., None]
     kept = decay[..., -1, None, None].exp()
-    # `split`, because with slices each step would have a gradient as large as the whole
+    # `split`, because the gradient of each slice would be as large as that of the whole tensor
     steps = zip(
         *(torch.split(x, list(chunks.active_T)) for x in (u, w, from_state, within, kept, to_state)), strict=True
     )

@@ -101,7 +101,7 @@ class Policy:
         trainer = trainer.model_copy(update={"compile": self.compiles})
         self.checkpointing = checkpointing or Checkpointing.of(trainer, hf_config.num_hidden_layers)
         dtype = self.accumulation_dtype if self.sharded else self.dtype
-        # a frozen base is stored in the compute type
+        # the frozen base of an adapter is stored in the compute type
         self.model = empty_model(hf_config, dtype if self.lora is None else self.dtype, trainer, self.checkpointing)
         if self.lora is not None:
             add_adapter(self.model, self.model.layers, self.lora, dtype)

@@ -94,7 +94,7 @@ class PolicyModel(nn.Module):
         output = self.model(
             input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, **micro.attention
         )
-        # the position before a token predicts it
+        # the hidden state before a token predicts the token
         hidden_MD = output.last_hidden_state.flatten(0, 1).index_select(0, micro.state_M)
         temperature_M = micro.row_to_tokens(micro.temperature_R) / self._logit_scale
         if self.lm_head is None:
@@ -182,7 +182,7 @@ def allocate(model: PolicyModel, config: PretrainedConfig, device: torch.device,
     """Allocate memory for the parameters of an empty model; their values are undefined until they are loaded."""
     rotary = type(model.model.rotary_emb)
     model.to_empty(device="cpu" if on_cpu else device)
-    # buffers that folders lack are computed
+    # folders do not contain these buffers, so they are computed
     model.model.rotary_emb = rotary(config=config).to(device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -191,7 +191,7 @@ def full_state_dict(
         if everywhere:
             whole[name] = tensor.to(device, dtype, copy=True)
         elif rank == 0:
-            whole[name] = tensor.to("cpu", dtype, copy=True)  # not pinned, because they are needed once
+            whole[name] = tensor.to("cpu", dtype, copy=True)  # not pinned, because each copy is used once
     return whole if everywhere or rank == 0 else None
 
 
