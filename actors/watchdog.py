@@ -20,7 +20,8 @@ from collections.abc import Set
 from pathlib import Path
 
 MARK = "BATON_RUN_MARK"
-"""Environment variable with the mark of the run to which a process belongs."""
+"""Environment variable with the mark of the run to which a process belongs; empty in a process that outlives the run,
+whoever its parents are."""
 
 GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -63,8 +64,11 @@ def marked_processes(mark: str, known: Set[tuple[int, str]] = frozenset()) -> se
                 state, parent, *rest = (entry / "stat").read_bytes().rpartition(b")")[2].split()
                 if state != b"Z":
                     living[int(entry.name)] = (int(parent), rest[17].decode())
-                    if needle in (entry / "environ").read_bytes().split(b"\0"):
+                    variables = (entry / "environ").read_bytes().split(b"\0")
+                    if needle in variables:
                         found.add(int(entry.name))
+                    elif f"{MARK}=".encode() in variables:
+                        del living[int(entry.name)]
     found |= {process for process, (_, start) in living.items() if (process, start) in known}
     while more := {process for process, (parent, _) in living.items() if parent in found} - found:
         found |= more

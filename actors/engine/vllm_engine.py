@@ -364,11 +364,11 @@ def build(arguments: dict[str, Any], with_load: bool = False) -> tuple[AsyncLLM,
 def _start_tracker() -> None:
     """Start, once in this process, multiprocessing's process that removes the engine's names in /dev/shm after the last
     of its processes has ended. Ray and the watchdog kill all processes of this one's group, and all with the run's
-    mark, at once; so it has a group of its own, and no mark."""
+    mark, at once; so it has a group of its own, and an empty mark."""
     read, write = os.pipe()
     track = f"import os, multiprocessing.resource_tracker as it; os.fork() or it.main({read})"
-    environment = {name: value for name, value in os.environ.items() if name != MARK}
     command = [sys.executable, "-I", "-S", "-Wignore", "-c", track]
+    environment = os.environ | {MARK: ""}
     subprocess.run(command, check=True, pass_fds=[read], start_new_session=True, env=environment, timeout=60)
     os.close(read)
     resource_tracker._resource_tracker._fd = write  # type: ignore[attr-defined]

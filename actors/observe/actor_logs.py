@@ -53,8 +53,8 @@ def keep_log(part: str) -> None:
         return
     first = f"{part} begins: process {os.getpid()} on {socket.gethostname()}"
     command = [sys.executable, "-I", "-S", log_file.__file__, str(logs / f"{part}{SUFFIX}"), first]
-    # Without the mark, because the watchdog must not end the copying process before the processes that write to it.
-    environment = {key: value for key, value in os.environ.items() if key != MARK}
+    # With an empty mark, because the watchdog must not end the copying process before the processes that write to it.
+    environment = os.environ | {MARK: ""}
     nowhere, (read, write) = subprocess.DEVNULL, os.pipe()
     try:
         streams: dict[str, Any] = {"stdin": read, "stdout": nowhere, "stderr": nowhere}

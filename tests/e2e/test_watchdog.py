@@ -4,10 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from actors.engine import vllm_engine
 from actors.watchdog import DEADLINE, marked_processes
 from tests.waiting import until
 
@@ -38,6 +43,13 @@ def lives(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def opened(process: int) -> set[str]:
+    """What a process has open, as far as it is still there."""
+    with suppress(OSError):
+        return {os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()}
+    return set()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -84,3 +96,17 @@ def test_a_process_with_a_name_that_is_no_text_does_not_hide_the_others() -> Non
     finally:
         odd.kill()
         odd.communicate()
+
+
+def test_what_removes_an_engines_names_outlives_a_scan_that_saw_it_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_RUN_MARK", mark := f"tracked-{os.getpid()}")
+    monkeypatch.setattr(resource_tracker._resource_tracker, "_fd", None)
+    vllm_engine._start_tracker.__wrapped__()
+    end: Any = resource_tracker._resource_tracker._fd
+    try:
+        pipe = os.readlink(f"/proc/self/fd/{end}")
+        (process,) = (each for each in psutil.pids() if each != os.getpid() and pipe in opened(each))
+        start = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+        assert not marked_processes(mark, {(process, start)})
+    finally:
+        os.close(end)
