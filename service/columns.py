@@ -170,8 +170,8 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
 def segments_of(
     table: Table, columns: Sequence[Column], start_C: Int64s, stop_C: Int64s, copy: bool = False
 ) -> dict[str, Any]:
-    """By column name, the items of some segments of one ragged axis, concatenated; columns that are nested in these
-    columns too. Items of contiguous segments are views, unless `copy` is set. Adjacent segments are copied at once:
+    """By column name, the concatenated items of the segments [C] `start:stop` of one ragged axis, nested columns
+    included. Arrays are views if the segments are contiguous and `copy` is False. Adjacent segments are copied at once:
 
         select [0 1 3] of items with offsets [0 5 9 12 20]  ->  copies tokens 0:9 and 12:20
     """

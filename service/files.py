@@ -72,7 +72,7 @@ def _try_lock(lock: TextIO, how: int) -> bool:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield another path, to which the block writes; that file replaces `path`, or is deleted if the block fails."""
+    """Yield a temporary path for the block to write to. Then the file replaces `path`; a failed block deletes it."""
     partial = path.with_name(f".partial.{os.getpid()}.{path.name}")  # some writers choose a format by the suffix
     try:
         yield partial

@@ -114,8 +114,8 @@ class NodeImages:
                 raise held.error
 
     def forget(self, name: str) -> None:
-        """Forget the image on the node of the generator `name`, which could not open the image because the generator
-        that held it has ended."""
+        """Forget the image on the node of the generator `name`: the generator that held the image has ended, so others
+        cannot open it."""
         self._held.pop(self.node_of[name], None)
 
     def _begin(self, names: Sequence[str], weights: PublishedWeights) -> list[NodeImage]:

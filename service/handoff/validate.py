@@ -1,8 +1,8 @@
 """Validation: which step groups the buffer accepts, judged by the message alone.
 
 A sampled token whose log-probability is not finite is masked and counted. The whole message is refused if it breaks a
-rule below, from cheap to expensive, or a rule that compares it with earlier messages (`ledger.accept`); if it is about
-one trajectory, that trajectory restarts (`attempts`).
+rule below (cheap rules come first), or a rule that compares it with earlier messages (`ledger.accept`). If a refused
+message is about one trajectory only, that trajectory restarts (`attempts`).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class CheckpointMetadata(BaseModel):
     """`model.lora.alpha` of the adapter, which cannot be read from its shapes; None if unknown or without an
     adapter."""
     world_size: int = Field(ge=1)
-    """Number of ranks that wrote the checkpoint, which are the ranks of one copy of the policy."""
+    """Number of ranks that wrote the checkpoint: the ranks of one copy of the policy."""
 
     def text(self) -> str:
         """The metadata as JSON text; fields that are None are left out."""

@@ -139,7 +139,7 @@ class Learner:
             | {"alpha": policy.alpha, "world_size": policy.n_shards}
         )
         if policy.copy > 0:
-            return  # the ranks of the first copy hold the same rows
+            return  # the ranks of the first copy write the same rows
         self.writer.start(folder, self._state(), metadata)
         if not background:
             self.writer.finish()

@@ -80,8 +80,8 @@ def keep_gathered_weights(policy: Policy, elsewhere: float = 0) -> None:
 
 
 def free_bytes(device: torch.device, margin: float) -> float:
-    """Bytes of the device that this process has not reserved so far at any time, without a fraction `margin` of the
-    device; 0 on a CPU."""
+    """Bytes of the device beyond the peak that this process has reserved so far, minus the fraction `margin` of all its
+    bytes; 0 on a CPU."""
     if device.type == "cpu":
         return 0.0
     total = torch.cuda.get_device_properties(device).total_memory

@@ -26,8 +26,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def kv_token_bytes(model: Any, generator: GeneratorConfig, dtype: str) -> int:
-    """Bytes that the keys and values of one token take on one GPU of an engine, in the layers and key heads (at least
-    one) that this GPU computes. Layers of linear attention keep a state per request instead."""
+    """Bytes of one token's keys and values on one GPU of an engine, for the layers and key heads (at least one) that
+    this GPU computes. Layers of linear attention keep a state per request instead."""
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads = max(1, model.num_key_value_heads // generator.tensor_parallel_size)
     stages = generator.engine_gpus // generator.tensor_parallel_size

@@ -2,7 +2,7 @@
 
 **By turn** (`credit`; `T` turns, `K` the turns of all trajectories, one trajectory after the other): the value of turn
 t is the whole return, or with `return_to_go` r_t + gamma r_(t+1) + gamma^2 r_(t+2) + ... The baseline of turn t is the
-mean value of turn t in the other trajectories of the group, 0 for those that ended before (docs/credit.md).
+mean value of turn t in the group's other trajectories; one that ended before counts as 0 (docs/credit.md).
 
     rewards   a: 0 1    b: 1    gamma 1      values  a: 1 1    b: 1 (0)      rloo  a: 0 1    b: 0
 

@@ -35,8 +35,8 @@ EPSILON = 1e-6
 FINITE = float(np.finfo(np.float32).max)
 """Largest magnitude of an advantage, so that it stays finite in float32."""
 ROUNDING = 2.0**-21
-"""Returns of a group are equal if they differ by at most this fraction of the largest of them, or of 1 if that is
-larger: by four roundings in float32."""
+"""Returns of a group count as equal if they differ by at most this fraction of their largest magnitude, which counts
+as at least 1. This allows four roundings in float32."""
 
 Estimator = Callable[[Float64s, Int64s], Float64s]
 """A function that computes `advantage_G` from `return_G` and the number of each trajectory's group (`group_G`)."""

@@ -131,7 +131,7 @@ def _heaviest_first(cost_G: Int64s, parts: int) -> Int64s:
 
 
 def _largest_differencing(cost_G: Int64s, parts: int) -> Int64s:
-    """Karmarkar-Karp: join the two most unequal partial partitions, heaviest part with lightest part."""
+    """Karmarkar-Karp: repeatedly join the two most unequal partial partitions, heaviest part with lightest part."""
     heap = [(-cost, g, [(cost, [g]), *[(0, list[int]())] * (parts - 1)]) for g, cost in enumerate(cost_G.tolist())]
     heapq.heapify(heap)
     while len(heap) > 1:

@@ -7,7 +7,7 @@ published:  (0,0) (0,1) (0,2) (0,3)      then the trainer goes back to step 1 as
 staleness at (1,2):  of a (0,1) token 1; of (1,2) 0; of an abandoned (0,3) token 1, of an abandoned (0,2) token 1
 
 The trainer repeats the undone steps on the same groups, so the weights of an abandoned version are close to those of
-the repeated version of the same step. The staleness of its tokens is the number of steps since, and at least 1.
+the repeated version of the same step. The staleness of its tokens is |step - trainer's step|, and at least 1.
 """
 
 from __future__ import annotations

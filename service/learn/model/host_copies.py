@@ -22,8 +22,8 @@ class HostCopies:
 
     @torch.no_grad()
     def take(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Copy the tensors, those with the largest elements first; returns their bytes one after another, [n] uint8,
-        which are valid until the next call."""
+        """Copy tensors, which must come with the largest elements first, so that all are aligned. Returns their bytes
+        one after another, [n] uint8, which are valid until the next call."""
         tensors = [*tensors]
         if (n_bytes := sum(tensor.nbytes for tensor in tensors)) > len(self._octets):
             self._octets = torch.empty(n_bytes, dtype=torch.uint8)

@@ -35,8 +35,8 @@ def routing_of_model(config: PretrainedConfig, recorded: bool = True) -> Routing
 
 
 class RouterReplay:
-    """Makes routers use the experts that were recorded for each token. Where the record is -1, the router chooses the
-    experts."""
+    """Makes routers use the experts that were recorded for each token. Where a record is unknown, the router chooses
+    the experts."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         blocks = {number: getattr(layer, "mlp", None) for number, layer in enumerate(layers)}
