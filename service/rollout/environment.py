@@ -20,7 +20,8 @@ HALF = re.compile("[\ud800-\udfff]")
 MAIN = str(Role.MAIN)
 """Name of the role that has the first turn."""
 MESSAGE_ROLES = {role: role for role in ("user", "assistant", "system", "tool", "developer")}
-MESSAGE_ROLES |= {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+MESSAGE_ROLES |= {"human": "user", "prompter": "user", "": "user"}
+MESSAGE_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model"), "assistant")
 """The usual roles of messages, and those of ShareGPT and its like, with what they mean."""
 
 
@@ -32,8 +33,7 @@ def is_text(value: Any) -> bool:
 def refuse_other_role(role: Any) -> None:
     """Raises `ValueError` if a message's role is another name for a usual one, which a chat template would drop, or
     show as it is."""
-    name = role.strip().lower() if isinstance(role, str) else role
-    if (usual := MESSAGE_ROLES.get(name, role)) != role:
+    if isinstance(role, str) and (usual := MESSAGE_ROLES.get(role.strip().lower(), role)) != role:
         raise ValueError(f'write "role": "{usual}" and "content", not the role {role!r}')
 
 

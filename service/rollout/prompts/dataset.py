@@ -124,6 +124,8 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path, uid: str) -> Task
         where = f"[{inner}: " if inner else ""
         value = "" if inner else f", not {plain.get(column)!r:.80}"
         raise _error(path, number, column, f"{where}{problem}{value}") from error
+    if row.reward_spec and row.reward_model and row.reward_spec != row.reward_model:
+        raise _error(path, number, "reward_model", "differs from reward_spec, of which it is another name; give one")
     return Task(
         uid=row.uid or uid,
         # Templates may read further fields of messages than those that are checked.

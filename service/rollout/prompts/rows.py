@@ -41,6 +41,8 @@ LONG_ROW_BYTES = 1 << 11
 """Bytes of a row from which on equal texts of rows are made one object."""
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
 """The beginning of a text that is meant as a list of messages."""
+TWICE = re.compile(r"""\s*"\s*\[?\s*\{\s*\\"(?:role|content|from)\\"\s*:""")
+"""The beginning of messages that were written as JSON twice."""
 TASK_BYTES = 800
 """Bytes of memory for reading a row with a short prompt and no other columns."""
 NO_ROOM = "need more memory than is free; give fewer rows, or a machine with more memory"
@@ -130,8 +132,10 @@ def messages_of(value: Any) -> Any:
     calls tools may have no content.
 
     Raises:
-        ValueError: the text begins like messages, but is no JSON; or a role has another name.
+        ValueError: the text begins like messages, but is no JSON; was written twice; or a role has another name.
     """
+    if isinstance(value, str) and TWICE.match(value):
+        raise ValueError("is a text in JSON of a text in JSON; write the messages themselves, or their JSON once")
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
             read = json.loads(value)

@@ -96,6 +96,9 @@ def test_a_plain_text_is_one_message_of_the_user_in_files_as_other_systems_write
         ({"prompt": [PROMPT[0] | {"content": "\ud800"}]}, "row 1, column prompt: holds half a surr"),
         ({"prompt": [{"role": "human", "content": "a"}]}, """row 1, column prompt: write "role": "user".*'human'"""),
         ({"prompt": '[{"from": "GPT", "value": "a"}]'}, """row 1, column prompt: write "role": "assistant".*'GPT'"""),
+        ({"prompt": [{"role": " User", "content": "a"}]}, """row 1, column prompt: write "role": "user".*' User'"""),
+        ({"prompt": [{"role": ["user"], "content": "a"}]}, r"row 1, column prompt: \[0\].role: Expected `str`"),
+        ({"prompt": "a", "reward_spec": {"a": 1}, "reward_model": {"a": 2}}, "column reward_model: differs from rew"),
         ({"prompt": PROMPT, "uid": "\ud800"}, "row 1, column uid: holds half a surr"),
         ({"prompt": PROMPT, "env_class": "\ud800"}, "row 1, column env_class: holds half a surr"),
         ({"prompt": PROMPT, "tools": [{"name": "\ud800"}]}, "row 1, column tools: holds half a surr"),
@@ -291,8 +294,12 @@ def test_a_message_that_calls_tools_needs_no_content(tmp_path: Path, form: str) 
 
 
 @pytest.mark.parametrize(
-    "begins", ["[{'role': 'user', 'content': 'hi'}]", '[{"role": "user"', '[{"from": "human", "value": "hi"}]']
-)
+    "begins",
+    [
+        "[{'role': 'user', 'content': 'hi'}]", '[{"role": "user"', '[{"from": "human", "value": "hi"}]',
+        json.dumps(json.dumps([{"role": "user", "content": "hi"}])),
+    ],
+)  # fmt: skip
 def test_a_text_that_is_meant_as_messages_is_never_the_users_text(tmp_path: Path, begins: str) -> None:
     with pytest.raises(UserError, match="row 0, column prompt"):
         load_tasks(written(tmp_path, {"prompt": begins}))
