@@ -115,8 +115,8 @@ class TrainerRank(Supervised):
         return self._learner is not None
 
     def place(self) -> tuple[str, MeetingPoint]:
-        """Return the id of this rank's node, and the meeting point of the ranks, which rank 0 holds open from now on;
-        the port of other ranks is 0."""
+        """Return the id of this rank's node, and the meeting point of the ranks, which rank 0 holds open from now on.
+        Other ranks return the port 0."""
         address, node = ray.util.get_node_ip_address(), str(ray.get_runtime_context().get_node_id())
         if self._rank or not self._config.trainer.sharded:
             return node, (address, 0)
@@ -148,7 +148,7 @@ class TrainerRank(Supervised):
             UserError: Ray assigned a GPU to this rank that PyTorch cannot use.
             OutOfMemory: the largest micro-batch needs more memory.
         """
-        if self._device.type == "cuda" and (why := unusable_cuda()) is not None:  # perhaps its node joined later
+        if self._device.type == "cuda" and (why := unusable_cuda()) is not None:  # its node may have joined later
             node = ray.util.get_node_ip_address()
             raise UserError(f"trainer-{self._rank} has a GPU of node {node}, but PyTorch cannot use it: {why}")
         config = self._config if adapter else self._config.without_adapter

@@ -47,8 +47,8 @@ class TrainerGroup:
         self.named = {f"trainer-{number}": rank for number, rank in enumerate(ranks)}
         self._processes: list[str] = []
         self._checkpointing: Checkpointing | None = None
-        """Which activations the ranks keep, after one of them ran out of memory; None: as in the settings. All ranks
-        get the same, otherwise they would wait for each other."""
+        """The gradient checkpointing of all ranks after one of them ran out of memory; None: as in the settings. It is
+        equal on all ranks, because otherwise they would wait for each other."""
         self.nodes: list[str] = []
         """The id of each rank's node."""
 

@@ -18,8 +18,8 @@ from service.errors import WeightsGone
 
 
 class ImageHolder:
-    """Base class of generators: holds the image of a node, which is written bucket by bucket, in any order, or read as
-    a whole from the ranks. Its memory gets the version only once all bytes are there."""
+    """Base class of generators: holds the image of a node. The image is written in buckets, in any order, or read as a
+    whole from the ranks. Its memory gets the version only once all bytes are there."""
 
     def __init__(self) -> None:
         self._memory = WeightMemory(0)

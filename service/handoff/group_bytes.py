@@ -27,7 +27,7 @@ TOKEN_BYTES = sum(column.dtype.itemsize for column in columns_of(Steps).tokens i
 TEACHER_BYTES = 4
 """Bytes of a token's log-probability under the teacher."""
 SUPPORT_BYTES = 4
-"""Bytes of a token of a support; the drawn token's 4 bytes, which are not stored, cover the support's size."""
+"""Bytes of one token of a support. The drawn token is counted, too, but not stored: its bytes cover the size."""
 REWARD_BYTES = 9
 """Bytes of one reward in a scorer's answer."""
 SCORE_BYTES = 1 << 9
@@ -100,7 +100,7 @@ class WorstBytes:
         """Smallest journal that cannot deadlock while `n_groups` groups are needed: those of all optimizer steps since
         the oldest kept checkpoint, or of one mini-batch.
 
-        What is not removed yet counts as one more group; events and copies of needed frames take room too.
+        Frames that are not removed yet count as one more group; events and copies of needed frames take room too.
         """
         groups = (n_groups + 1) * self.group
         return (groups + EVENT_BYTES) * JOURNAL_SEGMENTS // (JOURNAL_SEGMENTS - 1) + 1

@@ -29,8 +29,8 @@ from service.types import MiniBatch, PolicyVersion, RefusalReason
 SILENT_FRACTION = 0.5
 """Fraction of the step deadline after which the status names a silent trajectory."""
 FRUITLESS_GROUPS, FRUITLESS_MINI_BATCHES = 512, 16
-"""Once this many groups (and as many as in this many mini-batches) in a row were filtered, no mini-batch is expected;
-such a series is rare even if one group in a hundred passes the filters."""
+"""No mini-batch is expected after this many filtered groups in a row: the first number, or the groups of the second
+number of mini-batches if these are more. Such a series is rare even if one group in a hundred passes the filters."""
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class Scoring:
 
     def refused(self) -> dict[str, tuple[int, float]]:
         """For each scorer, the number of groups refused since its last valid answer, and the seconds since the first of
-        them; infinite if it gave no valid answer yet."""
+        these refusals (infinite if the scorer never gave a valid answer)."""
         now = time.monotonic()
         return {name: (many, now - self._refused_at.get(name, -math.inf)) for name, many in self.in_a_row.items()}
 

@@ -86,8 +86,8 @@ def share_cores(ranks_of_host: int) -> None:
 
 
 def stop_compiling() -> None:
-    """From now on, run code without a compiled graph uncompiled, so that no rank waits in a collective for a rank that
-    compiles."""
+    """From now on, compile nothing: code that was not compiled yet runs uncompiled. So no rank waits in a collective
+    for a rank that compiles."""
     torch.compiler.set_stance("eager_on_recompile")
 
 

@@ -77,8 +77,8 @@ class SupervisedSteps:
         return sums.totals()["loss"]
 
     def _packed(self, rows: Sequence[SupervisedRow]) -> tuple[list[MicroBatch], int]:
-        """This rank's micro-batches, with empty ones so that all ranks have equally many, and the number of loss tokens
-        on all ranks."""
+        """This rank's micro-batches, and the number of loss tokens on all ranks. Empty micro-batches are added so that
+        all ranks have equally many."""
         policy = self._policy
         micros = _pack(rows[policy.batch_part :: policy.n_batch_parts], self._settings.trainer.tokens_of_micro_batch)
         sums, mine = Sums(policy.device, policy.world_size), sum(int(micro.loss_mask_N.sum()) for micro in micros)

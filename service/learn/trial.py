@@ -6,7 +6,7 @@ every graph of compiled layers, before the deadline of a step counts:
     layout                                        forward and backward, as in a step
     packed rows                                   one graph for all numbers of rows and tokens
     rows that share a prefix                      another graph
-    each of them without a backward pass          another graph each: measurements and frozen weights
+    both without a backward pass                  another graph each, for measurements and frozen weights
 
 If memory runs out, all ranks restart with the next level of gradient checkpointing.
 """
@@ -104,7 +104,7 @@ def _limited(device: torch.device, elsewhere: float) -> Iterator[None]:
 
 def largest_mini_batch(trainer: TrainerConfig, vocab_size: int, longest_row: int) -> MiniBatch:
     """A mini-batch of full micro-batches: packed rows, rows that share a prefix if the layout allows it, packed rows
-    again. During the last micro-batch the gradients of the others are in memory. Every rank gets the same."""
+    again. During the last micro-batch the gradients of the others are in memory. Every rank gets the same one."""
     budget = trainer.tokens_of_micro_batch
     length = max(2, min(longest_row, budget))
     shapes = [(max(1, budget // length), length, 0)] * 2
@@ -129,8 +129,8 @@ def largest_mini_batch(trainer: TrainerConfig, vocab_size: int, longest_row: int
 
 
 def _rows(number: int, length: int, shared: int, trajectory: int, vocab_size: int) -> MicroBatch:
-    """A micro-batch of rows, each of a trajectory of its own from number `trajectory` on. They have their first
-    `shared` tokens in common; all later tokens but a row's first one carry loss."""
+    """A micro-batch of rows, each of a trajectory of its own from number `trajectory` on. They share their
+    first `shared` tokens. All later tokens carry loss, except the first token of a row."""
     position_L = np.arange(length, dtype=np.int32)
     carries_loss_L = position_L >= max(1, shared)
     token_ids_RL = (position_L + np.where(position_L < shared, 0, np.arange(number)[:, None])) % vocab_size

@@ -194,7 +194,7 @@ class Fit(NamedTuple):
 
     size: Size
     rank: Mapping[str, float]
-    """Bytes of a rank by part; the part `engine` is that of an engine on the same GPU, with its copy of the weights."""
+    """Bytes of a rank by part; the part `engine` is for an engine on the same GPU, with its copy of the weights."""
     checkpointing: Checkpointing
     """As set, or for `auto` the lightest level that fits."""
     gpu_bytes: float

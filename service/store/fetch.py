@@ -24,8 +24,8 @@ AT_ONCE = 8
 
 
 def from_store(url: str, load: Load, into: Path | None = None) -> Path:
-    """Restore the folder of a run from the newest checkpoint in its store, and return the folder: `into`, a folder
-    without checkpoints; if `into` is None, a new folder in `run.dir`.
+    """Restore the folder of a run from the newest checkpoint in its store; returns the folder. `into`: the folder to
+    fill, which has no checkpoints; None: a new folder in `run.dir`.
 
     Raises:
         UserError: the store cannot be read, holds no checkpoint, or its newest checkpoint is damaged.

@@ -8,7 +8,7 @@ and the sample standard deviation of its group's returns, n the size of its grou
 | `grpo`               | (r - m) / (s + 1e-6)               | 0             | r / (1 + 1e-6) |
 | `grpo_no_std`        | r - m                              | 0             | r            |
 | `rloo`               | (r - m) n / (n - 1)                | 0             | 0            |
-| `maxrl`              | (r - m) / (m + 1e-6); 0 where that is 0 / 0 or x / 0 | 0 | r       |
+| `maxrl`              | (r - m) / (m + 1e-6); 0 if m + 1e-6 = 0 | 0    | r            |
 | `reinforce++_baseline` | x = r - m, then (x - mean) / (std + 1e-8) over the mini-batch | 0 if in all groups | x = r |
 
 MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every advantage has the

@@ -23,7 +23,7 @@ class File:
         # A link with a missing target is refused: a new file at the target would hide the missing frames.
         create = 0 if path.is_symlink() else os.O_CREAT
         self._fd = os.open(path, os.O_RDWR | create | os.O_CLOEXEC, 0o600)
-        # A journal that refuses to start is garbage-collected with its files open; this closes them.
+        # This closes the files of a journal that refused to start and is then garbage-collected.
         self._close = weakref.finalize(self, os.close, self._fd)
 
     def size(self) -> int:

@@ -304,7 +304,7 @@ class Journal:
     def _cut_tail(self, segment: Segment) -> None:
         """Distinguish a clean end, a torn tail and damage of the last segment; cut a torn tail."""
         offset, size = self.position - segment.start, segment.file.size()
-        # The segments before the oldest one were removed when its snapshot had been synced.
+        # The oldest segment began with a synced snapshot: only then were the segments before it removed.
         if offset == 0 and segment.start == self.start > 0:
             raise _damaged(segment, self.position)
         if offset < size and any(_data_behind(segment.file, offset)):

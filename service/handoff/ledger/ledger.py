@@ -143,7 +143,7 @@ class Ledger:
         return sender.sequence < member.received_below or sender.sequence in member.received
 
     def plays(self, sender: Sender, of: TrajectoryId) -> bool:
-        """Whether this attempt is unfinished and its sender's."""
+        """Whether this attempt is unfinished, and this sender plays it."""
         if (of.group_id, of.sample) not in self.since:
             return False
         trajectory = self.state.groups[of.group_id].trajectories[of.sample]

@@ -68,7 +68,7 @@ class Store:
 
     def __init__(self) -> None:
         self.expert_bytes = 0
-        """Bytes of a token's routed experts; 0 until a step has any. From then on all steps get such a column."""
+        """Bytes of a token's routed experts; 0 until a step has some. From then on, all steps have that column."""
         self.held: dict[int, GroupData] = {}
 
     def token_bytes(self, steps: Steps) -> int:
@@ -116,7 +116,7 @@ class Store:
 
 
 def expert_bytes(ledger: Ledger, routing: Routing | None) -> int:
-    """Bytes of a token's routed experts, shaped as in the first accepted step that had any; 0 until then."""
+    """Bytes of a token's routed experts, shaped as in the first accepted step with experts; 0 before it."""
     of_expert = np.dtype(np.int16) if routing is None else routing.dtype
     return of_expert.itemsize * math.prod(ledger.state.routing) if ledger.state.routing else 0
 

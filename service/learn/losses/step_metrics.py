@@ -65,8 +65,8 @@ class RatioMetrics:
     """Metrics of the importance ratios (trained policy / rollout policy), over all tokens and by staleness."""
 
     def __init__(self, device: torch.device, tolerance: float) -> None:
-        """`tolerance`: absolute log-ratio of a token, in nats; above it, the metrics count the token as one about which
-        engine and trainer disagree."""
+        """`tolerance`: largest absolute log-ratio, in nats, with which engine and trainer count as agreeing about a
+        token."""
         self._tolerance = tolerance
         # allocated once, because copying constants to the device waits for the device
         self._edges = torch.tensor(STALENESS_EDGES, device=device)

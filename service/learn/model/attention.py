@@ -131,7 +131,7 @@ def _padded(
     if window is not None or sinks is not None or bucket.before_R is not None:
         mask = bucket.mask(window, query.dtype)
     if mask is not None and sinks is not None:
-        # one more key, whose logit is the sink and whose value is 0
+        # appends a key whose logit is the sink and whose value is 0
         rows, heads, width, _ = query.shape
         of_sinks = sinks.to(query.dtype)[:, None, None].expand(rows, heads, width, 1)
         mask = torch.cat((mask.expand(rows, heads, -1, -1), of_sinks), -1)
