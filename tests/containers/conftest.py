@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from service.rollout.chat.chat import Chat
+from tests.conftest import wait_until_gone
 from tests.containers.tasks import BASE
 from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON, tokenizer_of
 
@@ -21,6 +22,8 @@ default_ulimits = ["nofile=1024:{nofile}", "nproc=1000:1000"]
 cgroup_manager = "cgroupfs"
 runtime = "runc"
 """
+LEFT_SECONDS = 120.0
+"""In which what a run or a server left has to be removed."""
 BASE_FILES = Path(__file__).parents[2] / "build" / "containers" / "base.tar"
 APPLETS = (
     *("sh", "sleep", "wget", "grep", "cat", "sed", "echo", "env", "ls", "nc", "dd"),
@@ -70,6 +73,7 @@ def busybox() -> Iterator[str]:
             ["sh", "-c", f"tar -C {root} -c . | podman import --change WORKDIR=/work - localhost/busybox:1"], check=True
         )
         yield "localhost/busybox:1"
+        assert wait_until_gone("CONTAINERS_CONF", str(folder / "containers.conf"), LEFT_SECONDS) == {}
         podman("rmi", "--all", "--force")
     subprocess.run(["umount", folder / "graph" / "overlay"], capture_output=True, timeout=60)
     shutil.rmtree(folder)

@@ -123,19 +123,26 @@ async def test_a_call_of_a_session_that_no_generator_holds_waits_then_gets_503(
     assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
 
 
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_killed_gateway_is_back_at_its_address_and_a_repeated_call_is_the_same_step(
-    server: ScriptedServer, started: StartedGateway, http: aiohttp.ClientSession
+    server: ScriptedServer,
+    started: StartedGateway,
+    http: aiohttp.ClientSession,
+    stream: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    session, talk = server.session(), ChatTalk("age ?")
+    monkeypatch.setattr(policy_calls, "KEEP_ALIVE_SECONDS", 0.02)
+    session, body = server.session(), {**ChatTalk("age ?").body(), "stream": stream}
     client = Client(http, started, session.key)
     server.accepting.clear()
-    lost = asyncio.create_task(client.post(CHAT, talk.body()))
+    lost = asyncio.create_task(client.post(CHAT, body))
     await until(lambda: server.steps)
+    await asyncio.sleep(0.1)  # comments of the stream pass
     await started.again(server)
     with pytest.raises(aiohttp.ClientError):
         await lost
     server.accepting.set()
-    assert (await client.post(CHAT, talk.body()))[0] == 200 and len(server.steps) == 1
+    assert (await client.post(CHAT, body))[0] == 200 and len(server.steps) == 1
 
 
 async def test_a_finish_that_is_in_the_journal_is_answered_again_by_a_gateway_that_has_just_begun(
