@@ -62,6 +62,7 @@ from ray.cluster_utils import Cluster
 folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
 atexit.register(folder.cleanup)
 ray._private.utils.get_dashboard_dependency_error = lambda: "none of the nodes needs one"  # whose agents take seconds
+ray._private.utils.write_ray_address = lambda address: None  # into a folder that a new machine lacks
 node = {"num_cpus": 8, "num_gpus": 8, "include_log_monitor": False, "resources": {"accelerator_type:H100": 1}}
 head = {**node, "include_dashboard": False, "temp_dir": folder.name}
 nodes = Cluster(initialize_head=True, head_node_args=head)
