@@ -1,4 +1,4 @@
-"""The interface for users; names that are neither here nor in `baton.library` may change without notice.
+"""The interface for users. Names that are not here and not in `baton.library` may change without notice.
 
 run, Config, load_config, BatonError             training: `run("mine.yaml")` does what `baton run` does
 Environment, Task, Message, StepResult           an environment (docs/environments.md)

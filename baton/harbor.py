@@ -1,4 +1,4 @@
-"""Plays Harbor's tasks: each trajectory is one trial of `harbor serve`, whose agent calls the policy.
+"""Plays Harbor's tasks: each trajectory is one trial of `harbor serve`. The trial's agent calls the policy.
 
     data: {train: tasks}                                         a folder of Harbor's task folders
     env: {name: harbor, options: {agent: terminus-2, environment: podman}}
@@ -37,9 +37,9 @@ MADE = ".venv-harbor/bin/harbor"  # by `make harbor`
 FOLDER = "task_folder"
 """Column of a row with the path of its task."""
 PASSED = re.compile("HOME|LANG|TMPDIR|XDG_RUNTIME_DIR|(DOCKER|CONTAINERS?)_.*")
-"""Environment variables of this process that a server gets, because it writes them into tasks that name them."""
+"""Environment variables of this process that a server gets. (It gets few, because tasks can read its variables.)"""
 POLL_SECONDS, ANSWER_SECONDS, OUTAGE_SECONDS, START_SECONDS = 1.0, 60.0, 60.0, 120.0
-"""Seconds between two questions about a trial, for one answer, and until a server that does not answer is given up."""
+"""Seconds between two requests about a trial; for one answer; until a silent server is given up; and for its start."""
 REMOVAL = r"""read _; kill -KILL -$1
 ls -d "$0"/files/rollouts/*/* | sed -n 's/.*\(__[[:alnum:]]\{7\}\)$/\1/p' >"$0/ended"
 for engine in podman docker; do
@@ -51,13 +51,14 @@ done
 for conmon in $(grep -ilFf "$0/ended" /proc/[0-9]*/cmdline); do
     grep -qx conmon "${conmon%/cmdline}/comm" && cat "${conmon%/cmdline}"/task/*/children | xargs -r kill -KILL
 done"""
-"""Waits until a server has ended, then removes what its trials left, by the trials' ids in names. Harbor ends before
-removals that a cancellation met; and Ray and the watchdog kill it soon after the generator's or the run's end. A podman
-that was killed while it created a container leaves a process of its own that `rm` does not know."""
+"""A shell script that waits until a server has ended, then removes its trials' containers, networks and volumes by the
+trial ids in their names. Harbor leaves them if it was cancelled or killed early: Ray and the watchdog kill it soon
+after the generator's or the run's end. A podman that is killed while it creates a container leaves a process that `rm`
+does not know."""
 
 
 class TrialFailed(Exception):
-    """Raised if a trial failed; each kind of failure is a subclass with Harbor's name for it."""
+    """Raised if a trial failed. Each kind of failure is a subclass, with Harbor's name of the failure."""
 
 
 class Trial:
@@ -78,11 +79,11 @@ class Trial:
     ) -> None:
         """`agent`: Harbor's name of an agent, or `module:Class`. `environment`: Harbor's name of a kind of environment.
 
-        `model`: the model's name for the agent; empty for an agent without a model. `reward`: which of the verifier's
-        numbers is the reward, if there are several. `job`: a file with further settings of a job, as for `harbor run`.
-        `server`: address of a server that runs already, with its key in the variable HARBOR_API_KEY. Without it each
-        generator starts `program`, and `keep` says of which trials the folders stay in the folder `trials`; tasks can
-        read the environment variables of the server, which has few, and those that `variables` names.
+        `model`: the model's name for the agent; empty for an agent without a model. `reward`: the name of the
+        verifier's number that is the reward, if there are several. `job`: a file with further settings of a job, as for
+        `harbor run`. `server`: address of a running server, whose key is in the variable HARBOR_API_KEY. Without it
+        each generator starts `program`. `keep`: the trials whose folders stay in the folder `trials`. `variables`:
+        names of more environment variables for the server; tasks can read all variables of the server.
 
         Raises:
             UserError: the job's file cannot be read, or an option has another value.
@@ -173,13 +174,13 @@ def rewards_of(rollout: Mapping[str, Any], name: str) -> tuple[float, dict[str, 
     """The reward of an ended trial, and all numbers of its verifier.
 
     Raises:
-        TrialFailed: there is no such number, or Harbor does not count it as valid or does not know the failure.
+        TrialFailed: there is no such number, Harbor does not count it as valid, or Harbor does not know the failure.
     """
     result = rollout["result"] or {}
     failures = [part.get("exception_info") for part in (result, *(result.get("step_results") or ()))]
     for failure in filter(None, failures):
         policy = failure["policy"]
-        # Harbor grades after failures that it does not know
+        # Harbor also grades after failures that it does not know
         if policy["should_retry"] or not policy["has_valid_reward"]:
             raise _failure(failure["exception_type"], failure["exception_message"], rollout)
     if rollout["state"] != "finished":
@@ -201,7 +202,7 @@ class _Server(NamedTuple):
     url: str
     headers: dict[str, str]
     data: Path | None = None
-    """Its folder; None for a server that somebody else started."""
+    """The server's folder; None for a server that another process started."""
     process: subprocess.Popen[bytes] | None = None
 
     def check(self, error: Exception) -> None:
@@ -216,7 +217,8 @@ _starting = asyncio.Lock()
 
 
 async def _started(program: str, trials: Path, variables: Collection[str]) -> _Server:
-    """The server of this process, started if it does not run. It ends its trials and itself when this process ends."""
+    """The server of this process; starts it if it does not run. When this process ends, the server ends its trials and
+    itself."""
     async with _starting:
         known = _servers.get((program, trials))
         if known is not None and known.process is not None and known.process.poll() is None:
@@ -266,7 +268,7 @@ async def _asked(
     within: float = OUTAGE_SECONDS,
     failed: Callable[[Exception], None] = lambda error: None,
 ) -> Any:
-    """The server's answer; a lost connection is tried again for `within` seconds, unless `failed` raises.
+    """The server's answer. After a lost connection, tries again for `within` seconds, unless `failed` raises.
 
     Raises:
         TrialFailed: the server refused the request.

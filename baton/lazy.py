@@ -8,8 +8,8 @@ from typing import Any
 
 
 def lazy_names(module: str, homes: Mapping[str, Sequence[str]]) -> tuple[list[str], Callable[[str], Any]]:
-    """The `__all__` and the `__getattr__` of a module that re-exports names; `homes` lists the names by the module
-    that defines them."""
+    """The `__all__` and the `__getattr__` of a module that re-exports names. `homes`: the names by the module that
+    defines them."""
     home_of = {name: home for home, names in homes.items() for name in names}
 
     def get(name: str) -> Any:

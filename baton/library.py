@@ -1,4 +1,4 @@
-"""From steps to an optimizer step in plain Python, without a run, Ray or vLLM (docs/library.md).
+"""The way from steps to an optimizer step in plain Python, without a run, Ray or vLLM (docs/library.md).
 
 Step, TrajectoryId, PolicyVersion             the output of a generator, and its identifiers
 merge_steps                                   rows of steps

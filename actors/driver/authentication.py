@@ -12,9 +12,9 @@ from service.files import create_private
 
 
 def keep_token_private(environment: Mapping[str, str], home: Path) -> None:
-    """Make Ray's token file readable only by its user. If a new Ray will be started and the file is missing, it is
-    written first, because the file that Ray would write is readable by everyone. `UserError` if that cannot be done, or
-    if authentication is off: whoever reaches Ray, which listens on all interfaces, could run code as this user.
+    """Make Ray's token file readable only by its user. If a new Ray will be started and the file is missing, write it,
+    because Ray would write a file that everyone can read. `UserError` if the file cannot be protected, or if
+    authentication is off: Ray listens on all interfaces, so anyone who reaches it could run code as this user.
     """
     if (mode := environment.get("RAY_AUTH_MODE", "token")).lower() != "token":
         raise UserError(

@@ -1,4 +1,4 @@
-"""Writes checkpoints: first the files of the trainer's ranks, then the manifest; then the buffer is notified."""
+"""Writes checkpoints: the files of the trainer's ranks, then the manifest. Then it notifies the buffer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UPLOAD_ATTEMPTS = 3
 
 
 class Checkpointer:
-    """Writes checkpoints while training continues; a checkpoint is complete when every rank has written its files."""
+    """Writes checkpoints while training continues. A checkpoint is complete when every rank has written its files."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class Checkpointer:
         self._buffer, self._trainer = cluster.buffer, cluster.trainer
         self._checkpointed = checkpointed
         self._every, self._begun_at = config.trainer.checkpoint_every, 0
-        """Steps between two checkpoints, and the step of the newest one, complete or not."""
+        """Steps between two checkpoints, and the step of the newest checkpoint, complete or not."""
         self._is_model_folder = config.model.lora is None and config.model.warm_start is None
         """Whether the ranks have the state of step 0 as soon as they have loaded the model."""
         self._writing: asyncio.Task[None] | None = None
         """The task that completes the newest checkpoint."""
         self._has_files = False
-        """Whether the ranks have written the files of the newest checkpoint, or it needs none."""
+        """Whether the newest checkpoint has all files of the ranks, or needs none."""
 
     def path(self, step: int) -> Path:
         """Return the folder of the ranks' files in the checkpoint of a step."""
@@ -58,12 +58,12 @@ class Checkpointer:
         return self._has_files and self._writing is not None and not self._writing.done()
 
     async def resume(self, manifest: Manifest) -> None:
-        """Let the buffer continue from a checkpoint; `UserError` if the journal is of another run, or ends before the
-        checkpoint."""
+        """Let the buffer continue from a checkpoint. `UserError` if the journal belongs to another run, or ends before
+        the checkpoint."""
         status = await call(self._buffer.status, who="the buffer")
         manifest.check_journal(status["journal_synced"], self._run / JOURNAL)
         await call(self._buffer.resume, who="the buffer")
-        # Again, because the journal may not have it: a restored journal ends earlier, or the run was killed before.
+        # The journal may lack this event, if it was restored from a store or the run was killed early.
         kept = await asyncio.to_thread(self._checkpoints.steps)
         await call(self._buffer.covered, manifest.step, min([manifest.step, *kept]), who="the buffer")
 
@@ -72,8 +72,8 @@ class Checkpointer:
         self._begun_at = step
 
     async def follow(self, step: int) -> None:
-        """Begin a checkpoint if one is due after this step; while the last one is being written, the next one waits
-        rather than the training. An error of the last one is raised."""
+        """Begin a checkpoint if one is due after this step. If the last checkpoint is still being written, training
+        goes on and the next checkpoint waits. An error of the last checkpoint is raised."""
         if self._writing is not None and not self._writing.done():
             return
         await self.settle()
@@ -81,10 +81,10 @@ class Checkpointer:
             await self.begin(step)
 
     async def begin(self, step: int) -> None:
-        """Copy the trainer's state, and start to write the copy to disk; do nothing if the step has a checkpoint. The
-        state of step 0 is not written if it is the model folder."""
+        """Copy the trainer's state, and start to write the copy to disk. Do nothing if the step has a checkpoint. The
+        state of step 0 is not written if the model folder has it."""
         await self.settle()
-        if step and step == self._begun_at:  # writing it again would delete the complete one first
+        if step and step == self._begun_at:  # beginning it again would delete it
             return
         self._begun_at, self._has_files = step, not step and self._is_model_folder
         at = time.monotonic()
@@ -96,7 +96,7 @@ class Checkpointer:
         may_be_dropped(self._writing)
 
     async def settle(self) -> None:
-        """Wait until the begun checkpoint is complete; if it failed, raise its error."""
+        """Wait until the begun checkpoint is complete. If it failed, raise its error."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
             self._writing = None
@@ -120,7 +120,7 @@ class Checkpointer:
                 return
 
     def reached(self, step: int) -> int:
-        """Return the step, or the step of the checkpoint that was begun last, if it is not known to be complete."""
+        """Return `step`, or the step of the newest checkpoint if this checkpoint may be incomplete."""
         return step if self._writing is None else self._begun_at
 
     async def abandon(self) -> None:

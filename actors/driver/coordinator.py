@@ -1,6 +1,6 @@
 """The driver's loop: lease -> step -> commit -> publish, while the generators continue.
 
-Its parts, none of which imports another one or the loop:
+Its parts (no part imports another part, or the loop):
 
 - buffer (actor): leases mini-batches, and records which steps were committed
 - trainer (`TrainerGroup`): takes optimizer steps, saves and restores, gives out the weights
@@ -49,7 +49,7 @@ from service.store.uploads import Uploads
 from service.types import PolicyVersion
 
 POLL_SECONDS = 2.0
-"""Length of one long poll for a mini-batch; the driver checks for a stop signal between two polls."""
+"""Seconds of one long poll for a mini-batch. Between two polls the driver checks for a stop signal."""
 
 ask_buffer = partial(call, who="the buffer")
 
@@ -102,12 +102,12 @@ class Coordinator:
         self._evaluations = Evaluations(*sections, self._generator_pool, folder, eval_files, say, stopped, evaluated)
         self._version = PolicyVersion(0, 0 if resume_from is None else resume_from.step)
         self._trainer_failures, self._failed_at = 0, 0
-        """Failures of the trainer, and the highest step before a failure: repeated steps do not count as progress."""
+        """The trainer's failures, and the highest step before a failure. (Steps that are repeated are no progress.)"""
         self._starting: asyncio.Task[None] | None = None
         """The task that starts the actors; None at other times."""
 
     def stop(self, number: int) -> None:
-        """End the run after the current optimizer step and write the final weights; during the start, end at once.
+        """End the run after the current optimizer step, and write the final weights. During the start, end at once.
         `number`: the number of the stop signal."""
         self.stopped_by = number
         if self._starting is not None:
@@ -123,8 +123,8 @@ class Coordinator:
         return self._version.step >= self._config.run.max_steps
 
     async def run(self) -> None:
-        """Start the actors, train, write the final weights and the summary; `RunFailed` if a part fails too often, or
-        the run cannot make progress."""
+        """Start the actors, train, and write the final weights and the summary. `RunFailed` if a part fails too often,
+        or the run cannot make progress."""
         try:
             for name, actor in self._supervised.items():
                 self._supervisor.watch(name, partial(life_of, actor))
@@ -142,7 +142,7 @@ class Coordinator:
             self._scaling.stop()
             await self._finish()
             await generating
-            await ask_buffer(self._buffer.stop)  # last: the hub serves no gauges of a buffer that is silent
+            await ask_buffer(self._buffer.stop)  # last, because the hub drops the gauges of a silent buffer
         except ray.exceptions.RayError as error:
             raise RunFailed(f"an actor failed: {in_a_line(error)} (full text: logs/driver.log)") from error
         finally:
@@ -168,8 +168,7 @@ class Coordinator:
             await ask_buffer(self._buffer.ready)
         if self._resume_from is not None:
             await self._checkpoints.resume(self._resume_from)
-            # Not earlier: if the buffer refuses the resumption, the run's settings and its recorded end must not
-            # change.
+            # Not earlier: if the buffer refuses to resume, the run's settings and its recorded end must stay.
             self._folder.begin(resolved_yaml(self._config), self._config.metrics.wandb, self._prepared.model_folder)
         elif self._prepared.warmed_model is not None:
             await self._make_base(self._prepared.warmed_model)
@@ -185,7 +184,7 @@ class Coordinator:
         self._telemetry.state("training")
 
     async def _all_up(self) -> str:
-        """Let every actor load the model or start its server; returns the address of the metrics hub."""
+        """Let every actor load the model or start its server. Returns the address of the metrics hub."""
         made_base = self._prepared.warmed_model is not None and self._resume_from is None
         load = self._trainer.restart if made_base else self._trainer.load
         starting: dict[str, Callable[[], Awaitable[Any]]] = {
@@ -200,7 +199,7 @@ class Coordinator:
 
         async def up(name: str) -> Any:
             try:
-                return await starting[name]()  # called here, so that no coroutine is left if the start is cancelled
+                return await starting[name]()  # made here: a cancelled start leaves no coroutine
             finally:
                 del waited_for[name]
 
@@ -209,7 +208,7 @@ class Coordinator:
         return str(url)
 
     async def _trainer_up(self, load: Callable[[Path], Awaitable[None]]) -> None:
-        """Let the ranks load the model; ranks that are lost meanwhile restart while the engines still start."""
+        """Let the ranks load the model. If ranks are lost, they restart while the engines go on starting."""
         starting: Awaitable[Any] = load(self._prepared.base)
         while True:
             try:
@@ -220,7 +219,7 @@ class Coordinator:
 
     async def _first_weights(self) -> None:
         """Publish the weights with which the run begins or continues, and evaluate them."""
-        if not self._version.incarnation:  # otherwise the restart of a lost trainer has published them
+        if not self._version.incarnation:  # else a restarted trainer has published them
             await self._set_up(self._resume_from)
         if self._resume_from is not None:
             self._say(f"resuming after step {self._resume_from.step}")
@@ -230,7 +229,8 @@ class Coordinator:
         await self._evaluate(self._evaluations.is_due(0))
 
     async def _set_up(self, manifest: Manifest | None) -> None:
-        """Let the loaded ranks continue from a checkpoint; None: do the warm start, unless it was done before."""
+        """Let the loaded ranks continue from a checkpoint. Without a manifest: do the warm start, if it was not done
+        before."""
         if manifest is not None and manifest.files:  # otherwise the ranks have loaded the state of step 0
             with phase(f"reading the checkpoint of step {manifest.step}", self._say):
                 await self._trainer.restore(self._checkpoints.path(manifest.step))
@@ -279,7 +279,8 @@ class Coordinator:
     # -- training -----------------------------------------------------------------------------------------------------
 
     async def _generate(self) -> None:
-        """Run the generators; the final weights are written even if a generator fails for good while the run stops."""
+        """Run the generators. If a generator fails for good while the run stops, the final weights are still
+        written."""
         try:
             await self._generator_pool.run()
         except RunFailed as failed:
@@ -288,7 +289,7 @@ class Coordinator:
             self._say(str(failed))
 
     async def _through_losses(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do work that needs the trainer; whenever the trainer is lost, restart the trainer and repeat the work."""
+        """Do work that needs the trainer. Whenever the trainer is lost, restart it and repeat the work."""
         ranks, lost = [TRAINER, *self._trainer.named], None
         while True:
             try:
@@ -318,7 +319,7 @@ class Coordinator:
         self._observer.doing("bookkeeping")
         measured = {**report.metrics, **self._evaluations.numbers(self._version.step)}
         await self._observer.stepped(self._version, leased, measured, await self._generator_pool.statuses())
-        # Last: a run that is killed now and resumes from this checkpoint has the step's line already.
+        # Last, so that a run which resumes from this checkpoint has the step's line.
         self._observer.doing("checkpoint")
         await self._checkpoints.follow(self._version.step)
 
@@ -375,14 +376,14 @@ class Coordinator:
         self._observer.not_applied(leased, self._version.step + 1, reason)
 
     async def _restart_trainer(self, error: BatonError) -> Manifest | None:
-        """Restart all ranks. Returns the newest checkpoint, from which they continue; None: they begin again with the
-        first weights. The buffer leases the groups that were trained after the checkpoint again."""
-        # Steps that are repeated, or follow a checkpoint that always fails, are no progress.
+        """Restart all ranks. Returns the newest checkpoint, from which they continue; None if they begin again with the
+        first weights. The buffer leases the groups again that were trained after the checkpoint."""
+        # Repeated steps, and steps after a checkpoint that always fails, are no progress.
         if (reached := self._checkpoints.reached(self._version.step)) > self._failed_at:
             self._trainer_failures, self._failed_at = 0, reached
         if not (isinstance(error, TrainerLost) and error.is_remedied):
             self._trainer_failures += 1
-        if self._checkpoints.completes:  # which may wait for the buffer
+        if self._checkpoints.completes:  # notifying the buffer may take a while
             self._say(f"{error}; the last checkpoint is completed first")
         await self._checkpoints.abandon()
         manifest = self._checkpoints.newest()
@@ -417,7 +418,7 @@ class Coordinator:
             await ask_buffer(self._buffer.covered, self._version.step, self._version.step)
 
     async def _finish(self) -> None:
-        """Stop the generators; a stopped run keeps its open groups, so that it can be resumed."""
+        """Stop the generators. A stopped run keeps its open groups, so that it can be resumed."""
         state, agents = "finished" if self._has_all_steps else "stopped", self._config.endpoint
         if state == "finished":
             if agents is not None and agents.end_grace:

@@ -33,7 +33,7 @@ from service.run.preparing.weights_export import export
 
 
 class PreparedEvaluation(NamedTuple):
-    """What an evaluation needs, checked before Ray or an engine starts."""
+    """The inputs of an evaluation, checked before Ray or an engine starts."""
 
     config: Config
     weights: Path
@@ -46,9 +46,9 @@ class PreparedEvaluation(NamedTuple):
 
 @contextmanager
 def prepared_evaluation(config: Config, target: EvalTarget, say: Callable[[str], None]) -> Iterator[PreparedEvaluation]:
-    """Check the sets and the weights of the target, and write made sets and exported weights to a temporary folder;
-    `UserError` if one is missing or malformed. A stop signal in the `with` block raises `SystemExit` with 128 + its
-    number."""
+    """Check the sets and the weights of the target. Write synthetic sets and exported weights to a temporary folder.
+    `UserError` if a set or the weights are missing or malformed. A stop signal in the `with` block raises `SystemExit`
+    with 128 + its number."""
     keep_token_private(os.environ, Path.home())
     config = with_absolute_paths(beside_a_run(config))
     with exit_on_stop_signals(), tempfile.TemporaryDirectory(prefix="baton-eval-") as temporary:
@@ -85,7 +85,7 @@ def evaluate(prepared: PreparedEvaluation, say: Callable[[str], None]) -> list[E
 
 @contextmanager
 def logs_kept_on_failure(say: Callable[[str], None]) -> Iterator[Path]:
-    """Create a temporary folder for the engines' logs; it is kept if the evaluation fails after an engine started."""
+    """Create a temporary folder for the engines' logs. It is kept if the evaluation fails after an engine started."""
     logs, stays = Path(tempfile.mkdtemp(prefix="baton-eval-logs-")), False
     try:
         yield logs
@@ -99,8 +99,8 @@ def logs_kept_on_failure(say: Callable[[str], None]) -> Iterator[Path]:
 
 
 def beside_a_run(config: Config) -> Config:
-    """Return a run's configuration for an evaluation at the same time as the run: engines share no GPU with trainer
-    ranks, because no weights are sent, and the agents' endpoints use free ports."""
+    """Return a run's configuration, changed for an evaluation at the same time as the run: engines share no GPU with
+    ranks (no weights are sent), and endpoints for agents use free ports."""
     weights = config.weights.model_copy(update={"transport": "memory"})
     agents = config.agents and config.agents.model_copy(update={"port": 0})
     return config.model_copy(update={"weights": weights, "agents": agents})

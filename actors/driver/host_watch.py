@@ -48,8 +48,8 @@ def hosts() -> dict[str, ClusterHost]:
 
 
 class HostWatch:
-    """Prints at the start which parts of the run (actors, and the driver) each host holds; later, the hosts that join
-    or leave. After each check `follow` is called with the end time of each drained node, by node
+    """Prints at the start which parts of the run (actors and driver) run on each host; later, which hosts join or
+    leave. After each check it calls `follow` with the end time of each drained node, by the node's id
     (`ClusterHost.ends_at`)."""
 
     def __init__(
@@ -81,7 +81,7 @@ class HostWatch:
                 self._follow({node: host.ends_at for node, host in found.items() if host.ends_at is not None})
 
     def changed(self, found: dict[str, ClusterHost]) -> None:
-        """Print which hosts have left or joined since the last check; `RunFailed` if the driver's own has left."""
+        """Print which hosts have left or joined since the last check. `RunFailed` if the driver's host has left."""
         for node in self._hosts.keys() - found.keys():
             held = ", ".join(self._hosts[node].parts)
             self._say(f"host {self._hosts[node].name} is gone" + (f"; it held {held}" if held else ""))

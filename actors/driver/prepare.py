@@ -25,8 +25,8 @@ from service.types import MAX_SUPPORT, max_support
 
 
 def prepare(config: Config, folder: Path) -> Prepared:
-    """Write the configured synthetic data and model to `folder`; read and check all others. `UserError` if a file or
-    folder is missing or malformed, or the model does not fit the configuration."""
+    """Write synthetic data and a model to `folder` if they are configured; else read data and model. Check both.
+    `UserError` if a file or folder is missing or malformed, or the model does not fit the configuration."""
     data, env, model, seed = config.data, config.env, config.model, config.run.seed
     tasks_file = train_file(data, env, folder / DATA, seed)
     tasks = load_tasks(tasks_file)

@@ -36,11 +36,12 @@ from service.user_code import user_folder
 CONNECT_SECONDS = 10.0
 """Seconds in which the head of a cluster must accept a connection."""
 START_TRIES = 3
-"""Maximum number of tries to start Ray. Ray's raylet ends if one of its agents is not up within 15 s, a limit that no
-setting changes (https://github.com/ray-project/ray/issues/65983). On a busy machine the next try is faster, because the
-files are cached."""
+"""Maximum number of tries to start Ray. Ray's raylet ends if one of its agents is not up within 15 s; no setting
+changes this limit (https://github.com/ray-project/ray/issues/65983). On a busy machine the next try is faster, because
+the files are cached."""
 LOOK_SECONDS, SILENT_SECONDS = 0.2, 40.0
-"""Seconds between two checks of Ray, and without its control store, which may be started again; Ray waits for 60."""
+"""Seconds between two checks of Ray; and seconds without its control store after which Ray counts as ended. (The store
+may start again. Ray itself waits for 60.)"""
 RAYLET_ERRORS = "raylet.err"
 PASSED_ON = re.compile("(TORCH_)?NCCL_|UCX_|FI_|GLOO_|VLLM_")
 
@@ -60,9 +61,10 @@ def ray_session(
 ) -> Iterator[None]:
     """Connect to the cluster that RAY_ADDRESS names, or start a local Ray and shut it down afterwards.
 
-    Actors write their logs into `logs`. Every process of the run has `mark` in its environment, by which the watchdog
-    ends it when this process dies. If a stop signal comes while this process is stuck in Ray's start, `stopped` is
-    called before the process ends. If Ray has ended, `failed` is called with the reason, and the process ends.
+    Actors write their logs into `logs`. Every process of the run has `mark` in its environment: by this the watchdog
+    finds and ends them when this process dies. If a stop signal comes while this process is stuck in Ray's start,
+    `stopped` is called before the process ends. If Ray has ended, `failed` is called with the reason, and the process
+    ends.
 
     Raises:
         UserError: no cluster answers at the address.
@@ -93,8 +95,8 @@ def ray_session(
 
 
 def _watch(over: threading.Event, failed: Callable[[str], None]) -> None:
-    """Until `over`: if Ray has ended, call `failed` with the reason and end this process, because nothing could start
-    again, and calls of Ray would block until Ray ends this process without a reason."""
+    """Watch Ray until `over` is set. If Ray has ended, call `failed` with the reason and end this process. (No actor
+    could start again, and calls of Ray would block until Ray ends this process without a reason.)"""
     silent, node = 0.0, worker._global_node
     while not over.wait(LOOK_SECONDS):
         ended = [f"Ray's {kind} has ended" for kind, _ in node.dead_processes() if kind in ("raylet", "gcs_server")]
@@ -103,7 +105,9 @@ def _watch(over: threading.Event, failed: Callable[[str], None]) -> None:
             check_address(node.gcs_address)
             silent = 0.0
         except UserError:
-            silent += LOOK_SECONDS + min(time.monotonic() - began, CONNECT_SECONDS)  # less if this process froze
+            silent += LOOK_SECONDS + min(
+                time.monotonic() - began, CONNECT_SECONDS
+            )  # a frozen process counts as this long
         if silent > SILENT_SECONDS:
             ended.append(f"Ray's control store at {node.gcs_address} has not answered for {silent:.0f} s")
         if ended and not over.is_set():
@@ -114,7 +118,7 @@ def _watch(over: threading.Event, failed: Callable[[str], None]) -> None:
 
 
 class _BatonJob(JobConfig):  # type: ignore[misc]
-    """A Ray job whose workers do not have the driver's folder first in their import path, where Ray would put it."""
+    """A Ray job for which Ray does not put the driver's folder first in the workers' import path."""
 
     def _runtime_env_has_working_dir(self) -> bool:
         return True
@@ -142,15 +146,14 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
     cpus = max(os.cpu_count() or 1, config.trainer.ranks + engines + math.ceil(scorers))
     folder = Path(tempfile.gettempdir(), f"baton-{mark}")
     os.environ[SCRATCH] = str(folder)
-    start_watchdog(mark, folder)  # before the folder is there: a stop signal in between must not leave it
+    start_watchdog(mark, folder)  # first, so that a stop signal cannot leave the folder behind
     folder.mkdir(mode=0o700)
     _start(mark, folder / "r", logs, num_cpus=cpus, **settings)  # Ray opens its own folder to all; paths are short
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of communication libraries and of vLLM that the user has set, because a
-    cluster's processes inherit only those of their node. Their names are logged, not their values, which may be
-    secret."""
+    """Return the environment variables of communication libraries and vLLM that the user has set. (A cluster's
+    processes inherit only the variables of their node.) Logs only their names, because values may be secret."""
     found = {name: value for name, value in environment.items() if PASSED_ON.match(name) and name not in RAY_ENV}
     if found:
         say(f"environment variables for ranks and engines: {', '.join(sorted(found))}")
@@ -158,8 +161,8 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_address(address: str) -> None:
-    """Raises `UserError` if nothing listens at the address (host:port), because Ray would retry for ever and ignore
-    stop signals."""
+    """Raises `UserError` if nothing listens at the address (host:port). Ray would retry for ever, and ignore stop
+    signals."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
@@ -173,7 +176,7 @@ def check_address(address: str) -> None:
 
 
 def _start(mark: str, folder: Path, logs: Path | None, **settings: Any) -> None:
-    """Start a Ray on this machine that keeps its files in `folder`; if a raylet ended, copy its error log to `logs`."""
+    """Start a Ray on this machine that keeps its files in `folder`. If a raylet ended, copy its error log to `logs`."""
     for number in range(1, START_TRIES + 1):
         try:
             with _process_groups_of_their_own():
@@ -191,8 +194,8 @@ def _start(mark: str, folder: Path, logs: Path | None, **settings: Any) -> None:
 
 @contextmanager
 def _process_groups_of_their_own() -> Iterator[None]:
-    """Start each of Ray's processes in its own process group. A stop signal to this process's group, as `timeout` and
-    service managers send it, would otherwise end Ray before this process has stopped the run."""
+    """Within the block, Ray's processes start in their own process groups. Otherwise a stop signal to this process's
+    group, as `timeout` and service managers send it, would end Ray before this process has stopped the run."""
     popen = services.ConsolePopen
     services.ConsolePopen = partial(popen, process_group=0)
     try:
@@ -207,7 +210,7 @@ def _is_failed_start(error: Exception) -> bool:
 
 
 def _why(folder: Path, logs: Path | None) -> str:
-    """Return a clause that names the check which ended the raylet; the raylet's error log is copied to `logs`."""
+    """Return a clause that names the check which ended the raylet. Copy the raylet's error log to `logs`."""
     file = folder / "session_latest" / "logs" / RAYLET_ERRORS
     if not file.is_file() or not (found := _CHECK_FAILED.search(file.read_text(errors="replace"))):
         return ""

@@ -60,7 +60,7 @@ def run(
     manifest: Manifest | None = None,
     revisions: Mapping[str, str] | None = None,
 ) -> int:
-    """Run to the end, to a stop signal or to a failure; returns the exit code.
+    """Run to the end, to a stop signal or to a failure. Returns the exit code.
 
     `resume`: the folder of a run to continue from the checkpoint of `manifest`; the caller holds the folder's lock.
     `revisions`: the downloaded revision of each hub address, by setting. After a stop signal the final weights are
@@ -71,7 +71,7 @@ def run(
         RunFailed: the run cannot make progress.
     """
     check(config)
-    if IN_RAY_JOB not in os.environ:  # the next part of a job has another copy of its folder
+    if IN_RAY_JOB not in os.environ:  # each part of a job has its own copy of the folder
         config = with_absolute_paths(config)  # also in the folder's config.yaml, so that the run resumes from anywhere
     keep_token_private(os.environ, Path.home())
     path = resume or new_run_folder(runs_folder(config.run.dir), config.run.name)
@@ -82,8 +82,8 @@ def run(
 
 
 def guarded(folder: RunWriter, work: Callable[[], int], steps: int = 0) -> int:
-    """Do the work of a run that has taken `steps` optimizer steps already; returns the exit code. The run's folder gets
-    its log, and the reason if it fails or is stopped."""
+    """Do the work of a run that has already taken `steps` optimizer steps. Returns the exit code. The run's folder gets
+    a log, and the reason if the run fails or is stopped."""
     path = folder.path
     try:
         with exit_on_stop_signals(), log_into(path / LOGS / DRIVER_LOG):
@@ -119,7 +119,7 @@ def _run(
                 settings = buffer_settings(config, prepared.vocab_size, prepared.routing)
                 uids = [task.uid for task in prepared.tasks]
                 end = check_begun(journal, opening(settings, uids, rows_digest(prepared.tasks)))
-                manifest.check_journal(end, journal)  # in place of a lost journal the buffer would begin another one
+                manifest.check_journal(end, journal)  # else the buffer would replace a lost journal by a new one
                 checkpoints = Checkpoints(folder.path / CHECKPOINTS, kept)
                 if manifest.files:  # otherwise its state is the model folder
                     check_checkpoint(config.model.lora, prepared.base, checkpoints.path(manifest.step))
@@ -140,13 +140,13 @@ def _run(
     for line in (*config.notes, *changed):
         say(f"NOTE {line}")
     if manifest is not None and not changed:
-        say("no setting is another one than before; docs/operations.md#resuming lists which may change")
+        say("no setting has changed; docs/operations.md#resuming lists the settings that may change")
     seconds, heeded = config.run.stop_grace, heeded_signals()
     too_late = f"{seconds:g} s after the stop signal (run.stop_grace) the run had not ended in order"
     with force_after(seconds, partial(end_by_force, config, folder, too_late)) as countdown:
         try:
             code = _run_on_ray(config, folder, prepared, secret, manifest, uploads, countdown)
-        except BaseException:  # what the run has written is uploaded all the same
+        except BaseException:  # also upload after a failure
             wait_for_uploads(uploads, heeded)
             raise
         if uploads is not None:
@@ -163,7 +163,7 @@ def _run_on_ray(
     uploads: Uploads | None,
     countdown: Callable[[int], None],
 ) -> int:
-    """Run the coordinator; the first stop signal ends it cleanly, within the time of the countdown."""
+    """Run the coordinator. The first stop signal ends it cleanly, within the time of the countdown."""
     mark = uuid.uuid4().hex[:12]
     address = os.environ.get("RAY_ADDRESS")
     stopped_early = partial(end_early, folder, say, 0 if manifest is None else manifest.step)
@@ -193,8 +193,8 @@ def _run_on_ray(
 
 
 def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals], has_final: bool = False) -> int:
-    """Wait until the uploads of a run that has ended have reached the object store, or one of the `heeded` signals
-    comes; returns 0 or an exit code. `has_final`: whether the run has written final weights."""
+    """After a run has ended, wait until its uploads have reached the object store, or one of the `heeded` signals
+    comes. Returns 0 or an exit code. `has_final`: whether the run has written final weights."""
     if uploads is None:
         return 0
     waiting = phase(f"uploading to {uploads.url}", say, uploads.left, after=UPLOAD_QUIET_SECONDS)

@@ -44,7 +44,7 @@ RECENT_STEPS = 20
 
 
 def sft(config: Config, model: Path, train: Rows, held_out: Held) -> int:
-    """Train the model to the end, to a stop signal or to a failure (`RunFailed`); returns the exit code. `UserError` if
+    """Train the model to the end, to a stop signal or to a failure (`RunFailed`). Returns the exit code. `UserError` if
     Ray has no authentication, a file cannot be written, or a node cannot take part."""
     keep_token_private(os.environ, Path.home())
     path = new_run_folder(runs_folder(config.run.dir), config.run.name)
@@ -90,7 +90,7 @@ async def _until_stopped(config: Config, model: Path, train: Rows, held_out: Hel
 
 
 def _batches(rows: Rows, config: Config) -> Iterator[list[SupervisedRow]]:
-    """Yield the rows of each step, epoch after epoch without end; with `data.shuffle` each epoch has another order."""
+    """Yield the rows of each step, in endless epochs. With `data.shuffle` each epoch has another order."""
     rng, number = np.random.default_rng(config.run.seed), len(rows)
     epochs = (rng.permutation(number) if config.data.shuffle else range(number) for _ in count())
     order = chain.from_iterable(epochs)

@@ -23,24 +23,24 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 """A signal handler, as `signal.signal` accepts and `signal.getsignal` returns it."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""The signals that stop a run; SIGHUP comes when the terminal is closed, and nohup makes a process ignore it."""
+"""The signals that stop a run. SIGHUP comes when the terminal is closed; nohup makes a process ignore it."""
 
 STUCK_SECONDS = 1.0
 """Seconds within which the main thread ends after a stop signal, unless it waits inside Ray."""
 
 FORCING = 3
 """The stop signal with this number, counted from 1, ends a stopping process by force."""
-ALREADY = f"already stopping; stop signal number {FORCING} ends it at once, whatever is not written yet"
+ALREADY = f"already stopping; stop signal number {FORCING} ends it at once, and unwritten results are lost"
 """The line that is printed on each stop signal between the first signal and signal number `FORCING`."""
 
 LOOK_SECONDS = 0.005
-"""Seconds between two times that the handlers are set again while Ray ends, because Ray restores the default action of
+"""While Ray ends, the handlers are set again at this interval, in seconds: Ray restores the default action of
 SIGTERM."""
 
 
 class Heard:
-    """The handler of stop signals once an event loop runs: the first signal stops the run, a further signal prints a
-    line, and the signal of number `FORCING` ends the process."""
+    """The handler of stop signals while an event loop runs. The first signal stops the run, later signals print a line,
+    and signal number `FORCING` ends the process."""
 
     def __init__(self, stop: Callable[[int], None], force: Callable[[int], None]) -> None:
         self._stop, self._force = stop, force
@@ -52,7 +52,7 @@ class Heard:
         if self.came >= FORCING:
             self._force(number)
         elif self.came > 1:
-            # In a thread, because this one may be in the middle of a line.
+            # In a thread, because this thread may be in the middle of a line.
             threading.Thread(target=say, args=(ALREADY,), name="signals", daemon=True).start()
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop, number)
@@ -65,8 +65,8 @@ def heeded_signals() -> list[signal.Signals]:
 
 @contextmanager
 def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iterator[None]:
-    """Turn the first stop signal into `SystemExit(128 + number)`, so that the `with` block cleans up; ignore further
-    signals, also after the block, because the process is about to exit.
+    """Turn the first stop signal into `SystemExit(128 + number)`, so that the `with` block cleans up. Ignore later
+    signals, even after the block, because the process is about to exit.
 
     `heeded`: the signals to handle, even if they are ignored now; None: the stop signals that are not ignored now."""
     before = {number: signal.getsignal(number) for number in (heeded_signals() if heeded is None else heeded)}
@@ -94,8 +94,8 @@ def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iter
 
 @contextmanager
 def on_stop_signal(stop: Callable[[int], None], force: Callable[[int], None]) -> Iterator[None]:
-    """Call `stop` with the number of the first stop signal, from the running event loop, and `force`, which must not
-    return, on the third, at any point of the main thread (`Heard`). The handlers stay after the `with` block."""
+    """On the first stop signal, call `stop` with its number, in the running event loop. On the third, call `force`,
+    which must not return, at any point of the main thread (`Heard`). The handlers stay after the `with` block."""
     reading, writing = socket.socketpair()
     for end in (reading, writing):
         end.setblocking(False)
@@ -113,9 +113,9 @@ def on_stop_signal(stop: Callable[[int], None], force: Callable[[int], None]) ->
 
 
 def run_beside(work: Callable[[], object]) -> None:
-    """Do `work`, which ends Ray, in a thread. Meanwhile stop signals are handled as in the event loop that ran before,
-    or ignored without one: Ray restores the default action of SIGTERM outside of Python, so a signal would end this
-    process."""
+    """Do `work`, which ends Ray, in a thread. Meanwhile keep the earlier handlers of stop signals; without earlier
+    handlers, ignore the signals. (Ray restores the default action of SIGTERM outside of Python, so that a signal would
+    end this process.)"""
     before = {number: signal.getsignal(number) for number in heeded_signals()}
     during = {number: handler if isinstance(handler, Heard) else signal.SIG_IGN for number, handler in before.items()}
     try:
@@ -131,7 +131,7 @@ def run_beside(work: Callable[[], object]) -> None:
 @contextmanager
 def handlers_kept() -> Iterator[None]:
     """Set the handlers of stop signals again after the `with` block, in which Ray starts. Ray replaces the handler of
-    SIGTERM: in Python by a handler that exits with another code, in C++ by a handler that aborts the process."""
+    SIGTERM: in Python its handler exits with another code, in C++ it aborts the process."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     _set(before)
@@ -145,8 +145,8 @@ def _set(handlers: Mapping[signal.Signals, _Handler]) -> None:
 @contextmanager
 def when_stuck(give_up: Callable[[int], None]) -> Iterator[None]:
     """If a stop signal has not ended the `with` block within `STUCK_SECONDS`, call `give_up` from another thread.
-    Python's handlers run in the main thread, which Ray blocks for a minute if a signal to the process group ended Ray's
-    store."""
+    Python's handlers run in the main thread, and Ray blocks this for a minute if a signal to the process group ended
+    Ray's store."""
     reading, writing = socket.socketpair()
     writing.setblocking(False)
     over = threading.Event()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def try_agent(config: Config, model: Path | None, script: list[str]) -> None:
     """Serve a session until it ends or a stop signal comes. `script`: the answers of the policy; empty if vLLM
-    generates them. If `model` is None, each token is a byte.
+    generates them. `model`: the model's folder; None: each token is a byte.
 
     Raises:
         UserError: the model cannot be read.

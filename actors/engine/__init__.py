@@ -1,2 +1,1 @@
-"""Runs vLLM as the engine of a generator: vLLM's arguments, the engine, weight updates, and an extension of vLLM's
-worker."""
+"""Runs vLLM as the engine of a generator: arguments, the engine, weight updates, and an extension of vLLM's worker."""

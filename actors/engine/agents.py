@@ -34,11 +34,11 @@ ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type
 
 
 class VllmParser:
-    """Parses the responses of one family of models for the agents' endpoint: a parser of vLLM for tool calls, and
-    optionally one for thinking."""
+    """Parses the responses of one family of models for the agents' endpoint, with vLLM's parser of tool calls and,
+    optionally, vLLM's parser of thinking."""
 
     def __init__(self, name: str, tokenizer: Any, end_ids: Collection[int] = ()) -> None:
-        """Load the parsers; `name`: the tool parser's name, optionally followed by `+` and a reasoning parser's name.
+        """Load the parsers. `name`: the tool parser's name, optionally followed by `+` and the reasoning parser's name.
 
         Raises:
             UserError: vLLM has no such parser, or the parser lacks a package or does not fit the tokenizer.
@@ -65,7 +65,7 @@ class VllmParser:
         self._tokenizer = tokenizer
 
     def parse(self, text: str, tools: Sequence[Tool] = (), token_ids: Sequence[int] = ()) -> Reply:
-        """Return a response's content, thinking and tool calls; text that the parser cannot read becomes content."""
+        """Return a response's content, thinking and tool calls. Text that the parser cannot read becomes content."""
         said = text
         if self._is_marked and token_ids:
             ended = token_ids[:-1] if token_ids[-1] in self._end_ids else token_ids
@@ -74,7 +74,7 @@ class VllmParser:
         try:
             parser = self._make(self._tokenizer, request.tools)
             thinking, content, calls = parser.parse(said, request, True, token_ids)
-        except Exception as error:  # noqa: BLE001 - a policy may write malformed text that a parser does not expect
+        except Exception as error:  # noqa: BLE001 - a policy may write text that the parser cannot handle
             log.warning("vLLM's parser failed on a response: %s: %s", type(error).__name__, error)
             return Reply(text.strip(), "", ())
         read = [_call(call) for call in calls or ()]
@@ -93,10 +93,10 @@ def agents_of(
     engine: Engine,
     limits: AgentLimits,
 ) -> Agents | None:
-    """The agents that call this engine; None without an `endpoint` for them. `number`: the generator's number;
-    `route`: through the run's gateway.
+    """The agents that call this engine; None if `endpoint` is None. `number`: the generator's number; `route`: the way
+    through the run's gateway.
 
-    Their `load` raises the errors of `VllmParser`.
+    `load` of the result raises the errors of `VllmParser`.
     """
     if endpoint is None:
         return None

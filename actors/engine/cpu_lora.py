@@ -1,9 +1,9 @@
-"""Computes LoRA adapters in a CPU engine. Consecutive rows of a batch with the same adapter are one run, and each run
-takes two small matrix products.
+"""Computes LoRA adapters in a CPU engine. Consecutive rows of a batch with the same adapter form a run; a run takes two
+small matrix products.
 
-vLLM 0.32 instead copies the adapter's matrices A and B for each row, which takes several times as long as the model
-itself. vLLM has a slot for each loaded adapter, and also applies the adapter of the last slot to rows without an
-adapter (https://github.com/vllm-project/vllm/pull/48421).
+vLLM 0.32 copies the adapter's matrices A and B for each row, which takes several times as long as the model itself.
+vLLM has a slot for each loaded adapter. It also applies the last slot's adapter to rows that have no adapter
+(https://github.com/vllm-project/vllm/pull/48421).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class RowRun(NamedTuple):
 
 
 def runs_of(slots_N: Tensor) -> list[RowRun]:
-    """Return the runs of consecutive rows that have the same adapter, from the adapter slot of each row [N]; -1 stands
-    for a row without an adapter.
+    """Return the runs of rows with the same adapter. `slots_N`: [N] the adapter slot of each row; -1: no adapter.
 
     slots [1 1 -1 0] -> (start, stop, slot) of each run: [(0, 2, 1), (3, 4, 0)]
     """
@@ -38,7 +37,7 @@ def runs_of(slots_N: Tensor) -> list[RowRun]:
 
 
 class RunsOfRows(PunicaWrapperCPU):  # type: ignore[misc]
-    """Replaces vLLM's class that computes adapters on CPUs; linear layers are computed run by run (see `RowRun`)."""
+    """Replaces vLLM's class that computes adapters on CPUs. It computes linear layers run by run (see `RowRun`)."""
 
     def update_metadata(self, *mapping: Any, **more: Any) -> None:
         """Store the adapter slot of each row of the next batch."""

@@ -1,4 +1,4 @@
-"""Measures how busy an engine is: its requests and pauses, how full its KV cache is, and the resulting preemptions."""
+"""Measures the load of an engine: its requests and pauses, the use of its KV cache, and preemptions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 UNREPORTED = 4
-"""Maximum number of preemptions, per request in the engine, that weight updates caused and that vLLM is still expected
-to report."""
+"""Maximum number, per request in the engine, of preemptions by weight updates that vLLM has not reported yet."""
 
 
 class EngineLoad(NamedTuple):
@@ -22,7 +21,7 @@ class EngineLoad(NamedTuple):
     kv_cache_ratio: float
     """Fraction of the KV cache in use."""
     preemptions: int
-    """Number of preemptions so far because the KV cache was full; preemptions by weight updates do not count."""
+    """Number of preemptions because the KV cache was full. Preemptions by weight updates do not count."""
 
 
 class Overflows:
@@ -45,9 +44,9 @@ class Overflows:
         """Number of preemptions by updates that are not reported yet."""
 
     def updated(self, running: int, waiting: int) -> None:
-        """Note that a weight update preempted the `running` requests; vLLM may not have reported earlier preemptions of
-        some of these requests yet. `waiting`: the number of requests that wait for room in the batch."""
-        # Cancelled requests report nothing, so without a bound the number of expected reports would grow for ever.
+        """Record that a weight update preempted the `running` requests. (vLLM may still report earlier preemptions of
+        some of them.) `waiting`: the number of requests that wait for room in the batch."""
+        # Cancelled requests report nothing: without a bound, the number of expected reports would only grow.
         self._by_updates = min(self._by_updates + running, UNREPORTED * (running + waiting))
 
     def reported(self, preemptions: int) -> None:
@@ -75,7 +74,7 @@ class EngineTimes:
         return self._pause_began is not None
 
     def pause(self) -> None:
-        """Begin a pause; if the engine is still paused after a failed update, continue the pause."""
+        """Begin a pause. If the engine is still paused after a failed update, the pause continues."""
         if self._pause_began is None:
             self._pause_began = time.monotonic()
             self.changed()
@@ -110,7 +109,7 @@ class EngineTimes:
 
 
 def _waited(stats: Any) -> dict[str, float]:
-    """Return the waiting times of a request from vLLM's statistics, which exist only if vLLM reports its load."""
+    """Return the waiting times of a request from vLLM's statistics; empty if vLLM reports none."""
     if stats is None or not stats.first_token_ts:
         return {}
     return {"queue": stats.scheduled_ts - stats.queued_ts, "prefill": stats.first_token_ts - stats.scheduled_ts}

@@ -14,7 +14,7 @@ TIED_HEAD = "ParallelLMHead: Failed to load weights"
 """An output head gets no weights if it is tied to the embedding."""
 ANSWERS = "vllm.v1.engine.async_llm"
 ENDED = "output_handler failed"
-"""At the end of the engine nobody waits for answers any more."""
+"""At the end of the engine no call waits for answers."""
 
 
 def drop(logger: str, text: str) -> None:

@@ -1,5 +1,5 @@
-"""vLLM's gpt-oss, whose own loader loses new experts and sinks: it copies them past the loaders of their parameters,
-which have no memory in an update."""
+"""vLLM's gpt-oss with another weight loader. vLLM's loader bypasses the loaders of the experts' and sinks' parameters.
+In an update these parameters have no memory, so the new values are lost."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class GptOss(GptOssForCausalLM):  # type: ignore[misc]
     """Loads every tensor of an update with the loader of its parameter."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load tensors with their Hugging Face names; returns the names of the parameters."""
+        """Load tensors with their Hugging Face names. Returns the names of the parameters."""
         return super().load_weights(self._split(weights))  # type: ignore[no-any-return]
 
     def _split(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield experts one by one, for which vLLM calls the loaders; load sinks if it is an update."""
+        """Yield the experts one by one, so that vLLM calls their loaders. In an update, load the sinks here."""
         sinks = {name: each for name, each in self.named_parameters() if name.endswith(".attn.sinks")}
         for name, tensor in weights:
             layer, is_expert, part = name.partition(".mlp.experts.")

@@ -1,7 +1,7 @@
-"""Repeats the calls of vLLM's weight loaders of one update for the updates after it.
+"""Records the calls of vLLM's weight loaders in one update, and repeats them in later updates.
 
-vLLM looks for the layer of each tensor, counts what the layer's loader will copy, and makes the layer's calls once all
-are there. They differ from update to update only in the values, which a `PulledTensor` reads when it is copied.
+vLLM finds the layer of each tensor, counts the numbers that its loader will copy, and makes a layer's calls when they
+are complete. The calls of two updates differ only in the values, which a `PulledTensor` reads when it is copied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LayerCalls(list[LoaderCall]):
 
     def __init__(self) -> None:
         self.made: list[LoaderCall] = []
-        """The calls without the parameters, which would keep a second model in memory."""
+        """The calls without their parameters. (The parameters would keep a second model in memory.)"""
 
     def append(self, call: LoaderCall) -> None:
         """Add a call."""
@@ -35,10 +35,10 @@ class LoaderCalls:
     """The calls of one update."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Record the calls of the update for which vLLM has prepared the model."""
+        """Begin to record the calls of an update. vLLM must have prepared the model for it."""
         self._file: WeightFile
         self.header = b""
-        """The header of the weights files for which the calls can be repeated."""
+        """The calls can be repeated for weights files with this header."""
         self._values_read = PulledTensor.values_read
         self._of_layers: dict[torch.nn.Module, LayerCalls] = {}
         for layer in model.modules():
@@ -46,8 +46,8 @@ class LoaderCalls:
                 self._of_layers[layer] = info.loaded_weights = LayerCalls()
 
     def finish(self, file: WeightFile) -> None:
-        """End the update from this file. The calls can be repeated if they copied every tensor of it, and nothing else
-        has read any values, from which other arguments may follow."""
+        """End the update from this file. The calls can be repeated if they copied every tensor of the file, and no
+        other code read values. (Arguments could depend on such values.)"""
         made = (call for calls in self._of_layers.values() for _, call in calls.made)
         given: list[Any] = [each for call in made for each in call.arguments.values() if isinstance(each, torch.Tensor)]
         only_copied = self._values_read == PulledTensor.values_read and {PulledTensor} == {*map(type, given)}
@@ -55,8 +55,8 @@ class LoaderCalls:
             self._file, self.header = file, file.header
 
     def repeat(self, file: WeightFile) -> None:
-        """Let vLLM, which has prepared the model for an update, make the calls again with this file's tensors when it
-        ends the update."""
+        """Let vLLM make the calls again, with this file's tensors, when it ends the update. vLLM must have prepared the
+        model for the update."""
         self._file.follow(file)
         for layer, calls in self._of_layers.items():
             info = get_layerwise_info(layer)

@@ -27,7 +27,7 @@ class RunPlayer(Player):
         route: GatewayRoute | None = None,
     ) -> None:
         """Store the settings. `secret`: the run's secret, for the keys of agents; `number`: the number of this
-        generator, from 0; `route`: that of agents' requests through the run's gateway."""
+        generator, from 0; `route`: the way of agents' requests through the run's gateway."""
         settings = PlaySettings(config.run.seed, config.env, config.generator, config.roles)
         super().__init__(
             settings,

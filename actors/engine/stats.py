@@ -13,8 +13,8 @@ from actors.engine.engine_load import EngineLoad, Overflows
 class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
     """Keeps the newest load that vLLM has reported.
 
-    It is a subclass of vLLM's Prometheus logger, because beside any other logger vLLM adds its own Prometheus
-    logger, which updates about fifteen histograms per request. Baton exports these figures itself.
+    It is a subclass of vLLM's Prometheus logger. Beside any other logger, vLLM would add its Prometheus logger, which
+    updates about fifteen histograms per request. Baton exports these figures itself.
     """
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
@@ -40,7 +40,7 @@ class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
             )
 
     def preempted_by_update(self) -> None:
-        """Note that a weight update has preempted every running request. Call this once `record` has been called for
+        """Record that a weight update has preempted every running request. Call this after `record` was called for
         every scheduler step before the update."""
         self._overflows.updated(self.load.running, self.load.waiting)
 

@@ -1,8 +1,8 @@
 """Loads the language models of vLLM's multimodal families on CPUs without torchvision, whose wheels need CUDA.
 
-`register` makes vLLM take the model classes from this module, in every process that inspects or loads a model. vLLM's
-modules import torchvision only to process images, which Baton never does. So empty modules replace torchvision during
-the import.
+`register` makes vLLM take the model classes from this module, in every process that inspects or loads a model. vLLM
+needs torchvision only to process images, and Baton never does this. So empty modules replace torchvision during the
+import.
 """
 
 from __future__ import annotations

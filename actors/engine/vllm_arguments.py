@@ -90,8 +90,7 @@ def engine_env(generator: GeneratorConfig) -> dict[str, str]:
     if generator.engine_gpus == 1:
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker runs inside the engine core: one process less
     if not on_gpu():
-        # If there are more OpenMP threads than free cores, they slow each other down; on CPU compiling takes
-        # longer than it saves.
+        # More OpenMP threads than free cores slow each other down. On a CPU, compiling takes longer than it saves.
         env |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return env
 
@@ -101,7 +100,7 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
     generator, model = settings.generator, settings.model
     arguments: dict[str, Any] = {
         "model": str(model_folder),
-        # not Mistral's own files, params.json and consolidated.safetensors, which vLLM prefers
+        # vLLM would prefer Mistral's own files, params.json and consolidated.safetensors
         "config_format": "hf",
         "load_format": "hf",
         "skip_tokenizer_init": not generator.stop,
@@ -176,8 +175,8 @@ def _adapter_arguments(lora: LoraConfig, dtype: str, model_folder: Path) -> dict
 
 
 def can_overflow(settings: EngineSettings, model_folder: Path) -> bool:
-    """Return True if the KV cache may be too small for all requests at their maximum length. Always True on GPUs,
-    because the size of the cache is known only after the start there."""
+    """Return True if the KV cache may be too small for all requests at their maximum length. On GPUs always True,
+    because the size of the cache is known only after the start."""
     if on_gpu():
         return True
     needed = settings.sequences * request_bytes(read_config(model_folder), settings.generator, settings.model.dtype)
@@ -185,8 +184,8 @@ def can_overflow(settings: EngineSettings, model_folder: Path) -> bool:
 
 
 def _cpu_kv_cache_bytes(settings: EngineSettings, model_folder: Path) -> int:
-    """By default the cache holds all requests at their maximum length, with at most `CPU_KV_CACHE_BYTES`, but at least
-    two requests."""
+    """Return the bytes of the KV cache. By default it holds all requests at their maximum length, in up to
+    `CPU_KV_CACHE_BYTES`, but at least two requests."""
     longest = request_bytes(read_config(model_folder), settings.generator, settings.model.dtype)
     usual = max(min(settings.sequences * longest, CPU_KV_CACHE_BYTES), 2 * longest)
     size = settings.generator.kv_cache_bytes or usual

@@ -8,8 +8,8 @@ A process has one `AsyncLLM`. Weights change while requests run:
 With `model.lora` only the adapter is updated in this way, and each request names the adapter; see
 `actors.weights.policy_tensors`.
 
-vLLM is imported inside functions. `engine_env` has to be set before vLLM is imported for the first time, and the
-driver and the tests import this module without vLLM.
+vLLM is imported inside functions, because `engine_env` must be set before its first import. The driver and the tests
+import this module without vLLM.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ CHECK_SECONDS = 1.0
 WARM_UP = np.ones(8, np.int32)
 """Token ids of the warm-up prompt."""
 UPDATE_TRIES = 2
-"""Maximum tries of one update; between them the engine stays paused, because it may hold weights of two versions."""
+"""Maximum tries of one update. Between two tries the engine stays paused, because it may hold weights of two
+versions."""
 
 
 class WeightUpdate(NamedTuple):
@@ -87,15 +88,15 @@ class VllmEngine:
         self._size = PolicySize(0, tied=False)
         """The number of elements that an update must have."""
         self._salt: str | None = None
-        """vLLM's cache salt of new requests; None: they may share any cached prefix."""
+        """vLLM's cache salt of new requests; None: new requests may use any cached prefix."""
         self._vocab_size = 0
         self._expert_type = np.dtype(np.int16)
         """The dtype in which routed experts are recorded."""
         self._adapter: LoRARequest | None = None
         """The reference to the policy's adapter in each request; None: the policy has no adapter."""
         self._recorder: LoadRecorder | None = None
-        """Records the engine's load; None if the KV cache cannot overflow, because recording takes a quarter of the
-        time of a short turn."""
+        """Records the engine's load. None if the KV cache cannot overflow: recording takes a quarter of the time of a
+        short turn."""
 
     async def start(self, version: PolicyVersion) -> None:
         """Load the model and generate once, so that the first real request finds a warm engine.
@@ -120,7 +121,7 @@ class VllmEngine:
         with_load = can_overflow(settings, self._model_folder)
         try:
             llm, self._recorder = await asyncio.to_thread(build, arguments, with_load)
-        except pydantic.ValidationError as error:  # the original error holds objects that cannot be sent to the driver
+        except pydantic.ValidationError as error:  # the error itself cannot be sent to the driver
             why = "; ".join(_told(problem) for problem in error.errors())
             raise UserError(f"generator: vLLM refuses the settings for {self._model_folder}: {why}") from error
         except (ValueError, TypeError, AssertionError, NotImplementedError) as error:  # refused values
@@ -139,7 +140,7 @@ class VllmEngine:
         if arguments.get("enable_return_routed_experts"):
             self._expert_type = _checked_experts(self._model_folder, warm_up)
         freeze_heap()
-        # The engine's processes run now; a program that an environment starts later may have modules in its own folder.
+        # The engine's processes run now. Programs that environments start later may need modules of their own folder.
         os.environ.pop(SAFE_PATH, None)
 
     @property
@@ -193,12 +194,11 @@ class VllmEngine:
     ) -> WeightUpdate:
         """Load new weights while requests run.
 
-        `data`: the sources from which to pull the weights; or the announcement of the tensors that a rank shares, and
-        then `checksum` is the announcement's checksum.
+        `data`: the sources from which to pull the weights; or a rank's announcement of the tensors that it shares.
+        `checksum`: the announcement's checksum.
 
         Raises:
-            ValueError: the weights are not the policy's, or are older than the served weights; the engine keeps the
-            served weights.
+            ValueError: the weights do not fit the policy, or are older than the served weights, which stay.
             WeightsGone: the holder of the weights has ended or has newer weights. The engine keeps the old weights; if
             the engine had begun to load, it stays paused until the next update.
             RunFailed: the engine could not load the weights; the engine stays paused and must be ended.
@@ -216,17 +216,17 @@ class VllmEngine:
             try:
                 return WeightUpdate(file.n_bytes, await self._swap(version, file.info(), UPDATE_TRIES))
             except RunFailed:
-                file.check()  # whether the update failed because the weights were replaced meanwhile
+                file.check()  # raises `WeightsGone` if the weights were replaced
                 raise
 
     async def _receive(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
-        """Load weights from the trainer's GPU; `data` announces the tensors, which a rank shares once."""
+        """Load weights from the trainer's GPU. `data` announces the tensors that a rank shares."""
         info, n_bytes = decode_announcement(data, checksum, self._size)
         return WeightUpdate(n_bytes, await self._swap(version, info, tries=1))
 
     async def _swap(self, version: PolicyVersion, info: dict[str, Any], tries: int) -> float:
         llm = self._running()
-        # `pause_generation` would sleep 20 ms more, only to order the outputs.
+        # `pause_generation` would also sleep 20 ms, only to order the outputs.
         clear_cache = self._config.weights.kv_cache == "recompute"
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         self.times.pause()
@@ -239,7 +239,7 @@ class VllmEngine:
         if unread := set[str].intersection(*(set(unread) for _, unread in answers)):
             raise RunFailed(f"weights {version}: the engine read nothing of {len(unread)} tensors, as {min(unread)}")
         if clear_cache and self._recorder is not None:
-            self._recorder.preempted_by_update()  # now, because every step before the pause has been recorded
+            self._recorder.preempted_by_update()  # every step before the pause was recorded
         await llm.update_weight_version(str(version.pack()))
         self._serve(version)
         await llm.resume_generation()
@@ -283,8 +283,8 @@ class VllmEngine:
             raise death
 
     async def _unless_dead(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
-        """Wait for the engine core's answer; raises `RunFailed` if the core dies, where vLLM would wait for ever or
-        raise its own error, or if the call fails in the core."""
+        """Wait for the engine core's answer. Raises `RunFailed` if the core dies or the call fails in the core. (If the
+        core dies, vLLM would wait for ever, or raise its own error.)"""
         waiting = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait([waiting], timeout=CHECK_SECONDS))[0]:
@@ -292,7 +292,7 @@ class VllmEngine:
                     raise death
             return waiting.result()
         except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
-            if type(error) is Exception:  # from the core, which may notice the death of a worker only later
+            if type(error) is Exception:  # the core's error: it may notice a worker's death late
                 error = RunFailed(f"the engine core failed: {error}")
             raise self._death() or error from error.__cause__
         finally:
@@ -311,7 +311,7 @@ class VllmEngine:
         if llm is not None:
             drop(ANSWERS, ENDED)
             llm.shutdown(timeout=5)
-            llm.shutdown = lambda timeout=None: None  # otherwise vLLM repeats its shutdown while Python ends, and fails
+            llm.shutdown = lambda timeout=None: None  # else vLLM repeats its shutdown while Python ends, and fails
 
     def _running(self) -> AsyncLLM:
         if self._stopped:
@@ -322,8 +322,8 @@ class VllmEngine:
 
 
 def _checked_experts(model_folder: Path, generation: Generation) -> np.dtype[Any]:
-    """Return the dtype of recorded routed experts. Only vLLM's Model Runner V2 records them, and some settings switch
-    it off without a message."""
+    """Return the dtype of recorded routed experts, after a check that they were recorded. (Only vLLM's Model Runner V2
+    records them, and some settings switch it off without a message.)"""
     from service.learn.model.hf_config import read_config
     from service.learn.model.router_replay import routing_of_model
 
@@ -341,7 +341,7 @@ def _checked_experts(model_folder: Path, generation: Generation) -> np.dtype[Any
 
 
 def build(arguments: dict[str, Any], with_load: bool = False) -> tuple[AsyncLLM, LoadRecorder | None]:
-    """Start an engine; returns it, and what records its load if that is wanted."""
+    """Start an engine. Returns the engine, and the recorder of its load (None unless `with_load`)."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine import logprobs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -349,7 +349,7 @@ def build(arguments: dict[str, Any], with_load: bool = False) -> tuple[AsyncLLM,
     from actors.engine.stats import LoadRecorder
     from actors.engine.text_models import register
 
-    # With stop strings vLLM reads each likely token; nobody needs the texts, and it fails at ids without one.
+    # With stop strings, vLLM would decode each likely token, and fail at ids without a text. No code needs the texts.
     logprobs.convert_ids_list_to_tokens = lambda tokenizer, token_ids: [""] * len(token_ids)
     os.environ[OWNER_PID] = str(os.getpid())
     _start_tracker()
@@ -380,7 +380,8 @@ def _told(problem: ErrorDetails) -> str:
 
 
 async def _start_adapter(llm: AsyncLLM, lora: LoraConfig, size: PolicySize) -> LoRARequest:
-    """Load an adapter that changes nothing; returns the reference with which requests select it and later adapters."""
+    """Load an adapter that changes nothing. Returns the reference with which requests select this and later
+    adapters."""
     from vllm.lora.request import LoRARequest
 
     arguments = {"shapes": size.adapter, "rank": lora.rank, "alpha": lora.alpha}
@@ -396,22 +397,23 @@ def _sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
     fields = asdict(sampling) | {"stop": list(sampling.stop), "stop_token_ids": list(sampling.stop_token_ids)}
     asked = 0
     if fields.pop("with_supports") and sampling.temperature and (most := max_support(sampling)):
-        asked = min(most + 1 + TIES, vocab_size)  # one more than a support may have shows that it has more
+        asked = min(most + 1 + TIES, vocab_size)  # one more than the maximum, to see if a support is larger
     return SamplingParams(
         **fields,
         logprobs=asked,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # all requests with the same sampling share this object, and none changes it
+        skip_clone=True,  # requests with the same sampling share this object unchanged
     )
 
 
 def supports(ids_TX: Int32s, logprobs_TX: Float32s, vocab_size: int) -> tuple[Uint16s, Ids]:
-    """Return [T] the size of each token's support and [U] its other tokens, as in a `Step`, from the drawn token and
-    the most probable tokens, in columns [X]: a token that the sampler left out has log-probability minus infinity.
+    """Return [T] the size of each token's support, and [U] the other tokens of the supports, as in a `Step`. Each row
+    of the arguments has X columns: the drawn token, then the most probable tokens. A token that the sampler left out
+    has log-probability minus infinity.
 
-    A size is too large for a step if tokens of the support may be missing here.
+    If columns may be too few for a support, its size is a number that is too large for a step.
     """
     possible_TX = logprobs_TX > -np.inf
     others_TX = possible_TX & (ids_TX != ids_TX[:, :1])

@@ -50,15 +50,14 @@ log = logging.getLogger(__name__)
 
 
 def allow_amx() -> None:
-    """Ask the kernel for AMX tiles, because vLLM's CPU attention does not ask if the first batch has at most 4
-    tokens."""
+    """Ask the kernel for AMX tiles. (vLLM's CPU attention does not ask if the first batch has at most 4 tokens.)"""
     if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 
 
 def end_with_owner() -> None:
-    """Kill this process as soon as its owner has ended, for whatever reason; if vLLM's engine core is this process's
-    parent, kill the core too. The owner is the process that has started the engine."""
+    """Kill this process as soon as its owner, the process that started the engine, has ended. If vLLM's engine core is
+    this process's parent, kill the core too."""
     owner = int(os.environ.get(OWNER_PID, "0"))
     if owner in (0, os.getpid()):
         return
@@ -67,7 +66,7 @@ def end_with_owner() -> None:
         owner_fd = os.pidfd_open(owner)
     except ProcessLookupError:
         os._exit(1)
-    # An executor in a separate process has the engine core as parent, which does not watch the owner either.
+    # If this process is separate, its parent is the engine core, which does not watch the owner either.
     core = parent if parent not in (owner, 1) else None
     threading.Thread(target=_wait_and_end, args=(owner_fd, core), daemon=True, name="owner-watch").start()
 
@@ -85,8 +84,8 @@ def _wait_and_end(owner_fd: int, core: int | None) -> None:
 def repack_for_cpu(model: torch.nn.Module) -> None:
     """Repack the weights for vLLM's CPU kernels, after a reload has written unpacked weights.
 
-    vLLM 0.32 itself does not repack an output head that is tied to the embedding, nor the experts of an MoE model, and
-    would compute with their old packed copies, without an error.
+    vLLM 0.32 does not repack an output head that is tied to the embedding, or the experts of an MoE model. It would
+    compute with their old packed copies, without an error.
     """
     if not current_platform.is_cpu():
         return
@@ -99,8 +98,8 @@ def repack_for_cpu(model: torch.nn.Module) -> None:
 
 
 def abandon_reload(model: torch.nn.Module) -> None:
-    """Restore the tensors of each layer that a failed update left unfinished. Otherwise vLLM would count the values
-    that such a layer got from the failed update as values of the next one."""
+    """Restore the tensors of each layer that a failed update left unfinished. Otherwise vLLM would count values from
+    the failed update as values of the next update."""
     for layer in model.modules():
         if (info := get_layerwise_info(layer)).kernel_tensors is not None:
             _place_kernel_tensors(layer, info)
@@ -108,14 +107,14 @@ def abandon_reload(model: torch.nn.Module) -> None:
 
 
 def second_names(model: torch.nn.Module) -> set[str]:
-    """Return the second names of parameters that have two. A tied head is not published beside its embedding, and vLLM
-    unties the configuration of a model whose folder stores its head."""
+    """Return the second names of parameters that have two names. A tied head is not published beside its embedding; but
+    vLLM treats head and embedding as untied if the model's folder stores the head."""
     return set(dict(model.named_parameters(remove_duplicate=False))) - set(dict(model.named_parameters()))
 
 
 def without_values(model: torch.nn.Module) -> list[str]:
-    """Return the parameters that no loader was called for in the update under way. They would keep their old values, or
-    get none."""
+    """Return the parameters for which the current update called no loader. They would keep their old values, or have no
+    values."""
     found = list[str]()
     for path, layer in model.named_modules():
         if (info := get_layerwise_info(layer)).can_load():
@@ -126,8 +125,7 @@ def without_values(model: torch.nn.Module) -> list[str]:
 
 @dataclass
 class PullInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The version of the weights, and the sources from which to read their parts; see
-    `actors.weights.pulled.WeightFile.info`."""
+    """The version of the weights, and the sources of their parts; see `actors.weights.pulled.WeightFile.info`."""
 
     version: int
     sources: list[Any]
@@ -140,18 +138,18 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     update_info_cls = PullInfo
     _file: WeightFile
     _kept: ClassVar[dict[str, OpenMemory]] = {}
-    """The ranks' memory, which stays open from update to update; a worker has one such engine."""
+    """The ranks' memory, which stays open between updates. (A worker has one engine of this class.)"""
     _made: LoaderCalls
     _calls: LoaderCalls | None = None
     """The calls of the last update, if it succeeded."""
     unread: Sequence[str] = ()
-    """The published tensors of which the update has read nothing; none if it repeats calls."""
+    """The published tensors that the update has not read; empty if the update repeats calls."""
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Do nothing: this transfer needs no set-up."""
 
     def start_weight_update(self) -> None:
-        """Give the layers the layout of a checkpoint again, so that weights can be loaded into them."""
+        """Give the layers the layout of a checkpoint again, so that weights can be loaded."""
         initialize_layerwise_reload(self.model)
         self._made = LoaderCalls(self.model)
 
@@ -196,8 +194,8 @@ class PullingEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
 
 @dataclass
 class IpcUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The data with which a worker opens all parameters, which are in another process's memory on this worker's GPU;
-    the parameters have their Hugging Face names."""
+    """The data with which a worker opens all parameters in another process's memory on the same GPU. The parameters
+    have their Hugging Face names."""
 
     tensors: list[TensorSpec]
     gpu: str
@@ -218,7 +216,7 @@ class IpcWeightEngine(IPCWeightTransferEngine):  # type: ignore[misc]
 
 
 class AdapterSlot:
-    """The slot of the policy's adapter, into which vLLM's weight transfer loads tensors instead of into the model."""
+    """The slot of the policy's adapter. vLLM's weight transfer loads tensors into it instead of into the model."""
 
     def __init__(self, model: Any, rank: int, alpha: float) -> None:
         self._manager: Any = model.lora_manager
@@ -230,9 +228,9 @@ class AdapterSlot:
         """Replace the adapter by tensors with PEFT's names.
 
         Raises:
-            ValueError: the model has no such layers; the previous adapter stays.
-            Exception: vLLM failed while it filled the slot, which may hold a part of the adapter: the engine has to
-                stay paused until another try or adapter has filled it.
+            ValueError: the model has no such layers. The previous adapter stays. Exception: vLLM failed while it filled
+            the slot. The slot may hold a part of the adapter, so the engine must stay paused until a later try has
+            filled it.
         """
         manager = self._manager
         adapter = LoRAModel.from_lora_tensors(
@@ -243,7 +241,7 @@ class AdapterSlot:
             dtype=manager.lora_config.lora_dtype,
             weights_mapper=self._renames,
         )
-        # vLLM would ignore unknown layers without a message, and answer as the base model.
+        # vLLM would ignore unknown layers without a message, and serve the base model.
         known = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
         if unknown := adapter.loras.keys() - known:
             raise ValueError(f"the model has no layer with an adapter at {min(unknown)}")
@@ -259,8 +257,8 @@ class WorkerExtension:
     _slot: AdapterSlot | None = None
 
     def start_adapter(self: Any, shapes: AdapterShapes, rank: int, alpha: float) -> str:
-        """Create the slot of the policy's adapter and fill it with an adapter that changes nothing, because a request
-        with a missing adapter would end the engine core. Returns an empty text, or why that failed."""
+        """Create the slot of the policy's adapter, and fill it with an adapter that changes nothing. (A request with a
+        missing adapter would end the engine core.) Returns an empty text, or why this failed."""
         try:
             self._slot = AdapterSlot(self.get_model(), rank, alpha)
             self._slot.load_weights((name, torch.zeros(shape)) for name, shape in shapes.items())
@@ -271,8 +269,8 @@ class WorkerExtension:
 
     @staticmethod
     def unlink_shared_memory() -> None:
-        """Remove the names of the shared memory that this process has in common with other processes of the engine,
-        which have opened it. It is then freed with the last of them, however they end."""
+        """Remove the names of the memory that the engine's processes share. They have all opened it, so it is freed
+        when the last of them ends, in whatever way."""
         for line in Path("/proc/self/maps").read_text().splitlines():
             path = line.rpartition(" ")[2]
             if path.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")):
@@ -281,14 +279,14 @@ class WorkerExtension:
     def load_update(self: Any, update_info: dict[str, Any]) -> tuple[str, Sequence[str]]:
         """Load the weights, or the adapter, that the weight transfer backend receives.
 
-        Returns an empty text, or why they are not loaded, and the tensors of which the worker has read nothing. After a
-        failure it may have parts of two versions, and takes another update. It does not raise: vLLM would raise at the
-        first worker that failed, and take the answers of the others for answers to the next call.
+        Returns an error message (empty if the weights are loaded), and the tensors that the worker has not read. After
+        a failure the worker may have parts of two versions; it accepts another update. It does not raise: vLLM would
+        raise at the first failed worker, and read the other workers' answers as answers to the next call.
         """
         engine: Any = self.weight_transfer_engine
         try:
             if self._slot is not None:
-                # Not as a weight update of vLLM, which removes all adapters at its end.
+                # Not as a weight update of vLLM: this would remove all adapters at its end.
                 engine.set_weight_update_target(self._slot, engine.model_config)
                 engine.update_weights(update_info)
                 return "", ()

@@ -38,8 +38,8 @@ class Evaluations:
         is_stopped: Callable[[], bool],
         ended: Callable[[int, float], None] = lambda step, began: None,
     ) -> None:
-        """Store the settings; `files` maps each evaluation set to its rows; `ended` is called with the step and the
-        start time of each evaluation that ended."""
+        """Store the settings. `files`: the file of each evaluation set; `ended`: called with the step and the start
+        time of each evaluation that ended."""
         self._data, self._run, self._sync_every = data, run, sync_every
         self._pool, self._folder, self._files = generator_pool, folder, files
         self._say, self._is_stopped, self._ended = say, is_stopped, ended
@@ -56,8 +56,8 @@ class Evaluations:
         return every > 0 and (step % every == 0 or is_last)
 
     def continue_from(self, step: int) -> bool:
-        """Note that a trainer begins at this step; returns True if an evaluation of this step or an earlier step is
-        missing."""
+        """Record that a trainer begins at this step. Returns True if the evaluation of this step, or of an earlier
+        step, is missing."""
         if self._numbers.get("eval/step", 0) > step:
             self._numbers.clear()
         recorded = [line["step"] for line in read_lines(self._folder.path / EVALUATIONS)]
@@ -74,7 +74,7 @@ class Evaluations:
         return numbers
 
     async def at(self, step: int) -> None:
-        """Evaluate every set on all engines while training waits; ends early if the run is stopped.
+        """Evaluate every set on all engines while training waits. Ends early if the run is stopped.
 
         After the last step all rows of a set are used; after earlier steps, a sample of `data.eval_rows` rows.
         """
@@ -105,7 +105,7 @@ class Evaluations:
     async def _evaluated_on(
         self, up: Mapping[str, Any], name: str, path: Path, n_samples: int, most: int | None
     ) -> Evaluation:
-        """Evaluate a set on these generators; meanwhile none of them leaves unless its node ends.
+        """Evaluate a set on these generators. Meanwhile a generator leaves only if its node ends.
 
         Raises:
             Starved: the evaluation took longer than `data.eval_deadline`.

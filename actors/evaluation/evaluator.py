@@ -1,4 +1,4 @@
-"""Evaluates a set on several engines; also an actor whose engine only evaluates."""
+"""Evaluates a set on several engines. Also defines an actor whose engine only evaluates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def evaluate_on(
 
 
 class Evaluator:
-    """One engine that evaluates one model; a plain class that the caller wraps as a Ray actor."""
+    """One engine that evaluates one model. This is a plain class, which the caller wraps as a Ray actor."""
 
     def __init__(self, config_json: str, model_folder: str, name: str) -> None:
         keep_log(name)

@@ -1,1 +1,1 @@
-"""Generators, each with a vLLM engine and the loops that play trajectories; and the pool of all generators."""
+"""Generators (each has a vLLM engine, and loops that play trajectories), and the pool of all generators."""

@@ -40,7 +40,7 @@ class Activity:
         self._look()
 
     def busy(self, reason: str) -> float | None:
-        """Note that a group begins. Returns the seconds without a group before it, evaluations not included; None if
+        """Record that a group begins. Returns the seconds without a group before it, without evaluations; None if
         another group is open. `reason`: why the group did not come earlier."""
         if self._has_work:
             return None
@@ -72,7 +72,7 @@ class Activity:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds without a group so far; the time of an evaluation is not included."""
+        """Return the seconds without a group so far. Evaluations do not count."""
         return self._states.seconds().get(WAITING, 0.0)
 
     @property

@@ -60,13 +60,13 @@ CHECK_SECONDS = 1.0
 RENEWALS = 4
 """Number of times within `buffer.step_deadline` that the deadlines of open sessions are renewed at the buffer."""
 TELL_SECONDS = 10.0
-"""Seconds within which the buffer answers a renewal; otherwise it counts as lost."""
+"""Seconds within which the buffer must answer a renewal; then the renewal counts as lost."""
 EXIT_SECONDS = 1.0
 """Seconds from a failure to the end of this process. In this time the error reaches the callers."""
 
 
 class Membership(NamedTuple):
-    """The objects through which the present incarnation of a generator talks to the buffer: a claimer and an outbox."""
+    """The claimer and the outbox of a generator's current incarnation."""
 
     claimer: Claimer
     outbox: Outbox
@@ -114,7 +114,7 @@ class Generator(ImageHolder, Supervised):
         self._announcing: asyncio.Task[None] | None = None
         self._stopping = False
         self._counts: Counter[str] = Counter()
-        """Number of the trajectories with each stop reason."""
+        """Number of trajectories by stop reason."""
         self._unmeasured: list[Steps] = []
         """Steps that were sent and are not counted in the metrics yet."""
         self._reporter = Reporter("generator", name, self._config, resolve_actor(hub), self._measure_now)
@@ -184,7 +184,7 @@ class Generator(ImageHolder, Supervised):
                 background.append(helpers.create_task(self._vital(renew)))
             async with asyncio.TaskGroup() as groups:
                 while True:
-                    # Sessions of agents that move need no room: most of the time they wait for their agents.
+                    # Moved sessions of agents need no room: most of the time they wait for their agents.
                     while self._is_full and not (self._player.resumes or claimer.leaves or claimer.arrived):
                         self._room.clear()
                         await self._room.wait()
@@ -216,24 +216,24 @@ class Generator(ImageHolder, Supervised):
             self._joined.claimer.has_room()
 
     async def _vital(self, work: Callable[[], Awaitable[Done]]) -> Done:
-        """Do work whose failure ends this process. Then the agents' connections end without an answer, so that calls
-        in progress go on in another generator."""
+        """Do work whose failure ends this process. A failure first closes the agents' connections without an answer, so
+        that their calls continue in another generator."""
         try:
             return await work()
-        except Exception:  # raised again as it is: whatever failed, this process ends
+        except Exception:  # raised again: after any error this process ends
             self._player.abandon()
             raise
 
     async def _renew(self, incarnation: int, agents: AgentPlayer) -> None:
-        """Tell the buffer which sessions are open, because a session may wait longer for its agent than the buffer
-        waits for a step."""
+        """Tell the buffer which sessions are open. (A session may wait longer for its agent than the buffer waits for a
+        step.)"""
         while True:
             await asyncio.sleep(self._config.buffer.step_deadline / RENEWALS)
             await self._tell(incarnation, agents.open_trajectories())
 
     async def _tell(self, incarnation: int, trajectories: Sequence[TrajectoryId], call: bool = False) -> bool:
-        """Tell the buffer that trajectories go on; `call`: they moved to this generator, and now call the policy.
-        Returns False if the buffer did not answer; the next renewal comes long before the deadline."""
+        """Tell the buffer that trajectories continue. `call`: they moved to this generator, and now call the policy.
+        Returns False if the buffer did not answer. (The next renewal comes long before the deadline.)"""
         with suppress(Unreachable, TimeoutError):
             async with asyncio.timeout(TELL_SECONDS):
                 await self._ask(self._buffer.renew, self._name, incarnation, trajectories, call)
@@ -260,7 +260,8 @@ class Generator(ImageHolder, Supervised):
                 self._activity.idle()
 
     def _restored(self, outbox: Outbox, trajectory: TrajectoryId, task: Task, sent: bytes) -> bool:
-        """Open a session again that another generator began; False if that is impossible, so that it starts again."""
+        """Open a session again that another generator began. Returns False if this is impossible; then the trajectory
+        starts again."""
         steps = accepted_group(sent).steps if sent else steps_table(())
         if is_restored := self._player.restore(trajectory, task, steps, outbox):
             self._counts["moved"] += 1
@@ -282,8 +283,8 @@ class Generator(ImageHolder, Supervised):
         `version`: a packed `PolicyVersion`; for `data` and `checksum` see `VllmEngine.update_weights`.
 
         Raises:
-            ValueError: the weights are not the policy's; the engine keeps the old weights.
-            WeightsGone: the weights are gone or were replaced; see `VllmEngine.update_weights`.
+            ValueError: the weights do not fit the policy. The engine keeps the old weights. WeightsGone: the weights
+            are gone or were replaced; see `VllmEngine.update_weights`.
             RunFailed: the engine could not load the weights; this process ends.
             ProcessLost: this process has not been started.
         """
@@ -291,7 +292,7 @@ class Generator(ImageHolder, Supervised):
         try:
             update = await self._engine.update_weights(PolicyVersion.unpack(version), data, checksum)
         except RunFailed as error:
-            if self._stopping:  # nobody waits for the update any more
+            if self._stopping:  # no call waits for the update
                 raise
             self._metrics.count("baton_weight_sync_failures_total")
             raise self._failed(error) from error.__cause__
@@ -300,7 +301,7 @@ class Generator(ImageHolder, Supervised):
         self._metrics.count("baton_weight_sync_bytes_total", update.bytes)
 
     async def evaluate(self, name: str, tasks_file: str, n_samples: int, shard: EvalShard) -> list[EvalTrajectory]:
-        """Sample trajectories of one shard of an evaluation set; they are not submitted to the buffer.
+        """Sample trajectories of one shard of an evaluation set. They are not submitted to the buffer.
 
         Raises:
             RunFailed: the engine died.
@@ -328,8 +329,8 @@ class Generator(ImageHolder, Supervised):
 
     @ray.method(concurrency_group=WATCHING)  # type: ignore[untyped-decorator]
     async def blocked(self, known: int) -> str:
-        """Wait until code in more than `known` different places has blocked this generator's event loop since the
-        start; returns the message about place number `known`, counted from 0. Runs in a separate event loop.
+        """Wait until code in more than `known` places has blocked this generator's event loop. Returns the message
+        about place number `known`, counted from 0. Runs in a separate event loop.
 
         Raises:
             ProcessLost: this process has not been started.
@@ -359,7 +360,8 @@ class Generator(ImageHolder, Supervised):
         await self._ask(self._buffer.leave, self._name, claimer.incarnation, LEAVES)
 
     async def stop(self, resumable: bool) -> None:
-        """End the open trajectories and the engine; in a `resumable` run, the work of agents elsewhere goes on."""
+        """End the open trajectories and the engine. In a `resumable` run, programs that agents started elsewhere
+        continue."""
         self._stopping = True
         if resumable:
             self._player.abandon()

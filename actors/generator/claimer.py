@@ -30,7 +30,7 @@ class Claimer:
     generator: str
     incarnation: int
     claim: Callable[[Claim, float, int], Awaitable[ClaimAnswer]]
-    """A function that sends a claim to the buffer; its arguments: the claim, maximum seconds to wait, maximum number of
+    """A function that sends a claim to the buffer. Arguments: the claim, maximum seconds to wait, maximum number of
     groups."""
     serving: Callable[[], PolicyVersion]
     """A function that returns the version which the engine serves."""
@@ -39,20 +39,19 @@ class Claimer:
 
     def __post_init__(self) -> None:
         self._request_id = 0
-        """The last number that a claim has used; a claim uses one number for each group that it asks for. Ray repeats a
-        call whose answer was lost; the buffer answers a repeated number with the same assignment."""
+        """The last number that a claim has used. A claim uses one number for each group that it asks for. If Ray
+        repeats a call whose answer was lost, the buffer answers the same number with the same assignment."""
         self.arrived: list[Assignment] = []
-        """Assignments that are not played yet, including assignments from polls that were abandoned."""
+        """Assignments that are not played yet, also of abandoned polls."""
         self._look = asyncio.Event()
         self._was_full = False
-        """Whether the newest claim was one of a full generator."""
+        """Whether the generator was full at its newest claim."""
         self.leaves = False
         """Whether no more groups are claimed."""
         self.waiting: Wait | None = None
-        """The buffer's reason to give no group at the moment; None: the buffer was not asked, or it gave a group."""
+        """Why the buffer now gives no group; None: it was not asked, or it gave a group."""
         self.waited_for = "claim"
-        """The reason why the last group did not come earlier: the buffer's reason, or `claim` if the group came at
-        once."""
+        """Why the last group did not come earlier: the buffer's reason, or `claim` if the group came at once."""
 
     def look_again(self) -> None:
         """Claim again at once, because the engine serves a newer version, with which the buffer may grant groups."""
@@ -71,14 +70,14 @@ class Claimer:
     async def next(self, room: Callable[[], int] = lambda: 1) -> Assignment | None:
         """Return the next group; None if the buffer is drained, or this generator leaves.
 
-        `room`: returns the maximum number of groups in a claim, which is sent only if no group of an earlier claim is
-        left; 0: only trajectories that another generator began are claimed.
+        `room`: returns the maximum number of groups in a claim; 0: claim only trajectories that another generator
+        began. A claim is sent only if no group of an earlier claim is left.
 
         Raises:
             RunFailed: another incarnation took this generator's place.
             Starved: the buffer did not answer within the deadline.
         """
-        # The first claim returns at once with the reason for waiting; the following ones are long polls.
+        # The first claim returns at once, with the reason for waiting. Later claims are long polls.
         seconds = 0.0
         while not (self.arrived or self.leaves):
             answer = await self._answered(seconds, room())
@@ -92,7 +91,7 @@ class Claimer:
                     return None
             seconds = POLL_SECONDS
         if self.leaves:
-            return None  # groups that have arrived are handed over like the open groups
+            return None  # arrived groups are handed over, as open groups are
         self.waited_for = str(self.waiting.reason) if self.waiting is not None else "claim"
         self.waiting = None
         return self.arrived.pop(0)
@@ -119,7 +118,7 @@ class Claimer:
         finally:
             look.cancel()
             if not poll.done():
-                # The poll continues in the background; an assignment that it brings late is still used.
+                # The poll continues in the background, and its late assignment is still used.
                 poll.add_done_callback(self._take_late)
         return poll.result() if poll.done() else None
 

@@ -22,9 +22,9 @@ from service.types import TrajectoryId
 
 GATEWAY = "gateway"
 ANNOUNCE_SECONDS = 1.0
-"""Seconds between two messages of a generator that it serves; a restarted gateway knows all generators after them."""
+"""Seconds between two announcements of a generator. After them a restarted gateway knows all generators."""
 ASK_SECONDS = 10.0
-"""Maximum seconds for an answer of the gateway or the buffer; then it is asked again."""
+"""Maximum seconds to wait for an answer of the gateway or the buffer; then it is asked again."""
 EXIT_SECONDS = 1.0
 """Seconds until a gateway that cannot listen ends, so that Ray starts it again."""
 
@@ -94,7 +94,7 @@ class GatewayActor(Supervised):
     async def _continues(self, trajectory: TrajectoryId) -> bool:
         try:
             return bool(await call(self._buffer.continues, trajectory, who="the buffer", within=ASK_SECONDS))
-        except ACTOR_FAILED:  # it restarts, or is slow: the request waits on
+        except ACTOR_FAILED:  # it restarts, or is slow: the request goes on waiting
             return True
 
     def _end_if_failed(self, listening: asyncio.Future[str]) -> None:

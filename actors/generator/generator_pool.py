@@ -39,7 +39,7 @@ STOP_SECONDS = 10.0
 HAND_OVER_SECONDS = 30.0
 """Seconds, after its grace, within which a generator that leaves must have handed over its open trajectories."""
 LOOK_SECONDS = 0.2
-"""Seconds between two looks whether the generators have ended."""
+"""Seconds between two checks whether the generators have ended."""
 STATUS_SECONDS = 5.0
 """Seconds after which a generator that does not answer is omitted from a report."""
 BLOCKED = " (an environment that blocks its process needs env.isolation: process)"
@@ -76,13 +76,13 @@ class GeneratorPool:
         self._leaving: set[str] = set()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._ended: asyncio.Queue[str | None] = asyncio.Queue()
-        """Names of generators whose tasks have ended; None: the run ends, possibly without any generator."""
+        """Names of generators whose tasks have ended. None: the run ends (also if there is no generator)."""
         self._drained = False
         self.evaluating: set[str] = set()
-        """Names of the generators that evaluate, which leave only if their node ends."""
+        """Names of the generators that evaluate. Such a generator leaves only if its node ends."""
 
     async def start(self) -> None:
-        """Start every engine; an engine that fails is started again.
+        """Start every engine. An engine that fails is started again.
 
         Raises:
             UserError: an engine cannot start with these settings.
@@ -164,7 +164,7 @@ class GeneratorPool:
         """Start a generator in its own placement group, send it the newest weights, and let it generate."""
         try:
             await self._start(name, generator)
-        except BaseException:  # even if fewer are requested meanwhile
+        except BaseException:  # also if cancelled, because fewer are needed
             self._supervisor.forget(name)
             _give_back(generator, room)
             raise
@@ -181,7 +181,7 @@ class GeneratorPool:
         self._leaving.add(name)
         self._share()
         generator = self._generators[name]
-        with suppress(*ACTOR_FAILED):  # below, the buffer assigns what it cannot hand over to other generators
+        with suppress(*ACTOR_FAILED):  # else the buffer assigns its groups again, below
             await call(generator.leave, grace, who=name, within=grace + HAND_OVER_SECONDS)
             self._down.add(name)
             await call(generator.stop, who=name, within=STOP_SECONDS)
@@ -220,10 +220,10 @@ class GeneratorPool:
             why = in_a_line(failed)
             memory = "" if isinstance(failed, ProcessLost) else advice(why, name) or kernel_kills.clause(name)
             self._say(f"{name} failed ({why}{memory}); it starts again")
-            if isinstance(failed, RunFailed | Starved):  # the supervisor counts processes that the run did not end
+            if isinstance(failed, RunFailed | Starved):  # the supervisor counts other losses of processes
                 self._supervisor.restarts[name] += 1
             ray.kill(self._generators[name], no_restart=False)
-            # The first generator that is up takes over what it played, most of the time before its engine has loaded.
+            # The first generator that is up takes over its groups, usually before its engine has loaded again.
             await call(self._buffer.leave, name, None, "failed", who="the buffer")
             failed = await self._came_up(name)
         if not self._ends(name):
@@ -258,7 +258,7 @@ class GeneratorPool:
             return  # it needs no weights any more
         self._telemetry.metrics.count("baton_weight_sync_failures_total")
         self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
-        self._supervisor.report(name, error)  # it would generate with old weights, which may be too old to train on
+        self._supervisor.report(name, error)  # with its old weights, tokens may become too stale to train
 
     # -- all of them --------------------------------------------------------------------------------------------------
 
@@ -281,19 +281,20 @@ class GeneratorPool:
             return None
 
     async def drain(self, grace: float, is_stopped: Callable[[], bool]) -> None:
-        """Let agents end their open sessions, for up to `grace` seconds, or until `is_stopped`; none begins."""
+        """Let agents end their open sessions, for up to `grace` seconds or until `is_stopped`. No new session
+        begins."""
         await call(self._buffer.drain, RUN_END, who="the buffer")
         deadline = time.monotonic() + grace
         with phase(f"open sessions have {grace:g} s to end (agents.end_grace)", self._say):
-            # a keeper that failed stays in the table
+            # a task that failed stays in the table
             while any(not keeper.done() for keeper in self._keepers.values()) and time.monotonic() < deadline:
                 if is_stopped():
                     break
                 await asyncio.sleep(LOOK_SECONDS)
 
     async def stop(self, resumable: bool) -> None:
-        """End the open trajectories and the engines; weights that are still being sent are discarded. In a `resumable`
-        run, agents' work elsewhere goes on."""
+        """End the open trajectories and the engines. Weights that are still being sent are discarded. In a `resumable`
+        run, programs that agents started elsewhere continue."""
         self._stopping = True
         self._ended.put_nowait(None)
         self.weights.give_up()

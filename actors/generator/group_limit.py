@@ -14,7 +14,7 @@ from service.config import Config
 SHRINK_FACTOR = 0.75
 """Factor by which the limit of open groups shrinks after a preemption."""
 ROOM_RATIO = 0.8
-"""If a smaller fraction of the KV cache is in use, one more group may open."""
+"""If less than this fraction of the KV cache is in use, one more group may open."""
 
 
 class GroupLimit:
@@ -45,8 +45,8 @@ class GroupLimit:
         return GroupLimit(-(-generator.concurrent_groups // generator.min_engines), at_once)
 
     def room(self, open_groups: int) -> int:
-        """Return the number of groups to ask for in one claim; at least 1, because the caller has checked that there is
-        room for another group."""
+        """Return the number of groups to ask for in one claim: at least 1. (The caller has checked that there is room
+        for another group.)"""
         return max(1, min(self.groups - open_groups, math.ceil(self._at_once * self._most)))
 
     def share(self, most: int) -> None:

@@ -1,4 +1,4 @@
-"""Sends steps and trajectory ends to the buffer in numbered messages; a message is sent again until it is acknowledged.
+"""Sends steps and trajectory ends to the buffer in numbered messages. A message is sent again until it is acknowledged.
 
 append, append, end: three items of message 7, which waits briefly for more items unless `hurry` is called
 
@@ -26,15 +26,15 @@ from service.types import Refusal, RefusalReason, Sender, Step, StepGroup, Steps
 log = logging.getLogger(__name__)
 
 HOLD_SECONDS = 0.25
-"""Maximum seconds for which a message waits for further items. The wait costs little, because the buffer cannot use a
-part of a group; and each message has a fixed cost, which is larger than the cost of a step."""
+"""Maximum seconds for which a message waits for further items. Each message has a fixed cost, larger than the cost of a
+step. Waiting costs little, because the buffer cannot use a part of a group."""
 WINDOW = 4
 """Maximum number of messages in flight."""
 MESSAGE_BYTES = 4 << 20
 """A message takes no further item once its token columns have this many bytes."""
 NAME_BYTES = MAX_HEADER_BYTES // 2
-"""A message also takes no further item once the uids and stop reasons of its items have this many bytes in total. A
-single item has far fewer."""
+"""A message also takes no further item once the uids and stop reasons of its items have this many bytes. (One item has
+far fewer.)"""
 ANSWER_SECONDS = 10.0
 """Seconds after which an unanswered message is sent again, because a frozen buffer process raises no error."""
 RETRY = Backoff(0.05, 1.0)
@@ -42,7 +42,7 @@ RETRY = Backoff(0.05, 1.0)
 
 
 class Unreachable(Exception):
-    """The buffer did not answer; it may have accepted the message nevertheless."""
+    """Raised if the buffer did not answer. It may still have accepted the message."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class _Message:
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     refused: set[TrajectoryId] = field(default_factory=set)
     late: set[TrajectoryId] = field(default_factory=set)
-    """Trajectories that need not be played any more, according to the buffer's answer."""
+    """Trajectories that the buffer's answer excludes from further play."""
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class Outbox:
     deadline: float
     """Seconds without an answer of the buffer after which the run fails."""
     on_refused: Callable[[TrajectoryId], None]
-    """Called with each trajectory of which the buffer accepts no more steps, so that it needs no more work."""
+    """Called with each trajectory that needs no more work, because the buffer accepts no more of its steps."""
     on_sent: Callable[[Steps], None] = lambda steps: None
     """Called with the steps of each message when it is sent for the first time."""
 
@@ -81,8 +81,8 @@ class Outbox:
         """The last message, which takes further items until it is sent."""
         self._window = asyncio.Semaphore(WINDOW)
         self._wanted = 1
-        """The number of complete groups for which the trainer may wait; a message that completes this many is sent
-        at once."""
+        """The number of complete groups for which the trainer may wait. A message that completes this many groups is
+        sent at once."""
         self.refusals: Counter[str] = Counter()
         self.last_refusals: dict[str, str] = {}
         """The most recent refusal for each reason."""
@@ -97,7 +97,7 @@ class Outbox:
         self._message(None).columns.end(end)
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Wait for the buffer's answer to the last queued step, which must belong to this trajectory; returns True if
+        """Wait for the buffer's answer to the last queued step, which must belong to this trajectory. Returns True if
         the buffer accepted the step."""
         if (message := self._open) is None:
             raise RuntimeError("nothing is queued")
@@ -106,8 +106,8 @@ class Outbox:
         return trajectory not in message.refused | message.late
 
     def group_complete(self, last: bool) -> None:
-        """Note that the queued items complete a group. `last`: no other group is being played; then the message is sent
-        at once, because no further item will come soon."""
+        """Record that the queued items complete a group. `last`: no other group is being played, so no further item
+        will come soon; then the message is sent at once."""
         if self._open is not None:
             self._open.complete += 1
             if last or self._open.complete >= self._wanted:
@@ -119,7 +119,7 @@ class Outbox:
             self._open.hurried.set()
 
     def _message(self, routing: tuple[int, ...] | None) -> _Message:
-        """Return the open message for the next item; all routed experts of a message have the shape `routing`."""
+        """Return the open message for the next item. All routed experts of a message have the shape `routing`."""
         last = self._open
         if (
             last is None
@@ -167,7 +167,7 @@ class Outbox:
             self._messages.task_done()
 
     async def _send_apart(self, message: _Message) -> None:
-        """Send a refused message again in parts, so that a refused trajectory does not hold back the others."""
+        """Send a refused message again in parts, one for each trajectory: only the refused trajectories are lost."""
         trajectories = message.columns.by_trajectory()
         for trajectory, part in trajectories.items():
             if len(trajectories) == 1 or await self._send(part.step_group(self._sender), message) is not None:
@@ -194,7 +194,8 @@ class Outbox:
         return None
 
     async def _answered(self, data: bytes) -> Receipt | Refusal:
-        """Resend the same bytes until the buffer answers; it accepts each step once, however often it arrives."""
+        """Send the same bytes until the buffer answers. The buffer accepts each step once, even if it arrives several
+        times."""
 
         async def send() -> Receipt | Refusal:
             async with asyncio.timeout(ANSWER_SECONDS):

@@ -51,19 +51,20 @@ class Scaling:
         self._fixed = transport == "ipc"
         self._joining: asyncio.Task[None] | None = None
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        """The task of each generator that leaves; the pool counts it as leaving only once the task has begun."""
+        """The task of each generator that leaves. (The pool counts a generator as leaving only once its task has
+        begun.)"""
         self._failures = 0
         self._next_try = 0.0
 
     def stop(self) -> None:
-        """Let no generator join or leave any more."""
+        """From now on, let no generator join or leave."""
         for task in (*self._leaving.values(), *filter(None, [self._joining])):
             may_be_dropped(task)
             task.cancel()
 
     def look(self, draining: dict[str, int]) -> None:
-        """Let the generators of drained nodes leave, and others join while there is room for more. `draining`: the Unix
-        time in ms at which each drained node ends, by node; 0: unknown.
+        """Let the generators of drained nodes leave, and new generators join while there is room. `draining`: by
+        drained node, the Unix time in ms at which the node ends; 0: unknown.
 
         Raises:
             RunFailed: there are too few generators, and joining failed more than `run.max_restarts` times in a row.

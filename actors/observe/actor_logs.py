@@ -33,7 +33,8 @@ def begin_logs(folder: Path, engines: int, ranks: int) -> None:
 
 
 def shared_logs() -> Path | None:
-    """Return the run's folder of logs if this process belongs to a run and its host shares the folder, else None."""
+    """Return the run's folder of logs. None if this process belongs to no run, or its host does not share the
+    folder."""
     inode, _, folder = os.environ.get(LOG_FOLDER, "0:").partition(":")
     is_shared = folder and Path(folder).is_dir() and Path(folder).stat().st_ino == int(inode)
     return Path(folder) if is_shared else None
@@ -42,7 +43,7 @@ def shared_logs() -> Path | None:
 def keep_log(part: str) -> None:
     """Write all output of this process and its children to the part's log, including messages of Python's logging.
 
-    Outside a run, nothing changes; on a host that does not share the run folder, the output stays in Ray's own logs.
+    Outside a run, nothing changes. On a host that does not share the run folder, the output stays in Ray's logs.
     """
     if LOG_FOLDER not in os.environ:
         return

@@ -1,5 +1,5 @@
-"""The port of the metrics hub: it is bound as soon as it is chosen, so that no other run can take it, and it answers no
-web page that reads it through a user's browser."""
+"""The port of the metrics hub. It is bound as soon as it is chosen, so that no other run can take it. Web pages in a
+user's browser cannot read it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PORTS_TRIED = 100
 
 
 def listening_socket(metrics: MetricsConfig, earlier: int | None = None) -> socket.socket:
-    """A socket that already listens on the run's metrics port, so that no other run can take the port. `metrics.port`
-    gives the port: a number; 0: any free port; None: the first free port from 9400 on. Unless the port is a fixed
-    number, `earlier`, the port of this run's previous service, is tried first.
+    """A socket that already listens on the run's metrics port, so that no other run can take the port. `metrics.port`:
+    a fixed number; 0: any free port; None: the first free port from 9400 on. `earlier`: the port of this run's previous
+    service; if the number is not fixed, it is tried first.
 
     Raises:
         UserError: the configured port is taken, or the host is not an address of this machine.
@@ -65,8 +65,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def for_own_names(configured: str) -> Middleware:
     """Return a middleware that answers only requests whose `Host` is an address or a name of this host.
 
-    This protects against DNS rebinding, with which the host name of a stranger's web page resolves to this machine. The
-    browser sends the stranger's host name as `Host`, never an address.
+    This protects against DNS rebinding: the host name of a stranger's web page resolves to this machine. The browser
+    then sends the stranger's host name as `Host`, and never an address.
     """
     own = {configured.lower(), "localhost", socket.gethostname().lower()}
 

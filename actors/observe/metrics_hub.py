@@ -29,7 +29,7 @@ from service.run.records.timeline import TimelineFiles
 log = logging.getLogger(__name__)
 
 TARGETS_SECONDS = 30.0
-"""Seconds after which the nodes of the Ray cluster are listed again, because nodes join and leave."""
+"""Seconds after which the nodes of the Ray cluster are listed again. (Nodes join and leave.)"""
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 PAGE = Path(service.__file__).parent / "observe" / "status_page.html"
@@ -93,7 +93,7 @@ class MetricsHub(Supervised):
         self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = (), timeline: bytes = b""
     ) -> None:
         """Store the metrics of the process `source` (`role/ident`), its reports for the status, and its lines of the
-        timeline; a restarted hub starts to serve again."""
+        timeline. A restarted hub starts to serve at the first call."""
         self._hub.push(source, snapshot)
         for part, report in reports:
             self._hub.put_status(part, report)
@@ -170,7 +170,7 @@ def run_target(address: str, folder: str) -> dict[str, Any]:
     """Return a run's metrics address in the format of Prometheus' service discovery, labelled with the run's folder.
 
     Prometheus sends the folder with each scrape, and a run refuses a scrape with another run's folder. So a new run at
-    the address of a killed run does not answer for the killed run.
+    a killed run's address does not answer for the killed run.
     """
     name = Path(folder).name
     labels = {"__param_run": folder, "instance": f"{name} at {address}", "run": name, "folder": folder}

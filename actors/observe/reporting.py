@@ -1,5 +1,5 @@
-"""Pushes the metrics and status reports of one process to the metrics hub, every second, or from a thread every 4
-seconds."""
+"""Pushes the metrics and status reports of one process to the metrics hub: every second, or every 4 seconds from a
+thread."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from service.observe.recorder import Trace
 PUSH_SECONDS = 1.0
 
 THREAD_PUSH_SECONDS = 4.0
-"""Seconds between two pushes of an actor that reports only its process. The hub counts an actor as silent only after a
-longer time."""
+"""Seconds between two pushes of an actor that reports only its process. (The hub counts an actor as silent after a
+longer time.)"""
 
 
 class Reporter:

@@ -53,11 +53,11 @@ class RunTelemetry(Reporter):
         measure_run(self.metrics, thresholds, self._shown["name"], installed_version())
 
     def doing(self, state: str, **detail: Any) -> None:
-        """Report the present state of the trainer as a whole: waiting, step, commit, weights, checkpoint, ..."""
+        """Report the state of the driver's loop: waiting, step, commit, weights, checkpoint, ..."""
         self.states.enter(state, **detail)
 
     def span(self, row: str, step: int, began: float) -> None:
-        """Record a finished checkpoint or evaluation of a step in the timeline; `began`: the time of its start."""
+        """Record a finished checkpoint or evaluation of a step in the timeline. `began`: the time of its start."""
         self.trace.span(row, f"step {step}", began, time.monotonic())
 
     def state(self, state: str) -> None:
@@ -67,7 +67,7 @@ class RunTelemetry(Reporter):
         self.push()
 
     def at(self, policy: PolicyVersion, **more: Any) -> None:
-        """Report the version of the policy, in a resumed run from its start on."""
+        """Report the version of the policy. A resumed run reports it from its start on."""
         self._report_run(policy_version=policy._asdict(), **more)
 
     def stepped(
@@ -85,8 +85,8 @@ class RunTelemetry(Reporter):
         self.trace.counter("staleness", staleness)
 
     def failing(self, why: str) -> None:
-        """Report why many trajectories fail, or which failures make the next optimizer step wait; an empty text means
-        that neither happens."""
+        """Report why many trajectories fail, or which failures delay the next optimizer step. Empty: neither is the
+        case."""
         self._report_run(failing=why)
 
     def generators(self, expected: int) -> None:
@@ -122,7 +122,7 @@ class BufferTelemetry(Reporter):
         self._syncing, self._syncs, self.waited_for_scorers = 0.0, 0, 0.0
 
     def leased(self, lease: int, groups: Sequence[int], began: float) -> None:
-        """Record a mini-batch that was formed and encoded; `began`: the time at which its forming began."""
+        """Record a mini-batch that was formed and encoded. `began`: the time at which forming it began."""
         self.trace.span("leases", f"lease {lease}", began, time.monotonic(), lease=lease, groups=list(groups))
 
     def committed(self, lease: int, step: int, began: float) -> None:

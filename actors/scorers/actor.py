@@ -1,4 +1,4 @@
-"""A scorer's Ray actor; the calls to it from the buffer's process are in `workers.py`."""
+"""The Ray actor of a scorer. The buffer's process calls it with the code in `workers.py`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ScorerActor(Supervised):
         teacher = config.scorers[name].model
         try:
             if teacher is not None:
-                # Without torch and transformers, the actor of any other scorer starts seconds sooner.
+                # Imported here: without torch and transformers, other scorers' actors start seconds sooner.
                 from actors.scorers.teacher_engine import TeacherEngine
 
                 self._engine = TeacherEngine(config, teacher)
@@ -48,7 +48,7 @@ class ScorerActor(Supervised):
             self._failure = error
 
     async def ready(self) -> str:
-        """Wait until groups can be scored; returns a unique name of this process.
+        """Wait until groups can be scored. Returns a unique name of this process.
 
         Raises the error that kept the scorer from starting.
         """
@@ -73,8 +73,7 @@ def place_scorers(
     engine_env: Mapping[str, str],
     has_gpu: bool,
 ) -> dict[str, Any]:
-    """Start the actors of all scorers; returns the actors by name. They use other CPUs and GPUs than the trainer's
-    ranks and the generators' engines.
+    """Start the actors of all scorers. Returns the actors by name. They share no CPU or GPU with ranks and engines.
 
     `engine_env`: environment variables of a process with an engine.
     """
@@ -95,7 +94,7 @@ def place_scorers(
 
 
 async def all_up(actors: Iterable[Any], within: float) -> None:
-    """Wait until every actor is ready, for at most `within` seconds; raises the error of an actor that cannot start,
-    which ends the run before its first step."""
+    """Wait until every actor is ready, for at most `within` seconds. Raises the error of an actor that cannot start: it
+    ends the run before its first step."""
     ready = (partial(call, actor.ready, who="a scorer", within=within) for actor in actors)
     await asyncio.gather(*(started(each, within) for each in ready))

@@ -45,7 +45,7 @@ class TeacherEngine:
             return self._llm
 
     async def logprobs(self, token_ids: list[int]) -> Sequence[float | None]:
-        """Return the log-probability of each token given the tokens before it, at temperature 1; None for the first
+        """Return the log-probability of each token, given the tokens before it, at temperature 1; None for the first
         token."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -67,8 +67,8 @@ class TeacherEngine:
 
 
 def _teacher_settings(config: Config) -> Config:
-    """Return the settings of a teacher's engine; rows may have one more token, because vLLM samples a token
-    after a teacher's prompt."""
+    """Return the settings of a teacher's engine. They allow rows one more token, because vLLM samples a token after a
+    teacher's prompt."""
     update: dict[str, Any] = {"quantization": None, "tensor_parallel_size": 1, "engine_options": {}, "stop": ()}
     update |= {"max_generate_length": config.generator.max_generate_length + 1}
     generator = config.generator.model_copy(update=update)

@@ -24,7 +24,7 @@ class RayWorker:
     """A worker that asks the Ray actor of a scorer; implements `service.scorers.asking.Worker`."""
 
     def __init__(self, name: str, is_process: bool) -> None:
-        """Store the settings. `name`: the actor's name; `is_process`: whether the actor serves this worker alone, and
+        """Store the settings. `name`: the actor's name. `is_process`: whether the actor serves only this worker; then
         its process is ended if it does not answer."""
         self._name = name
         self._is_process = is_process
@@ -41,7 +41,7 @@ class RayWorker:
                 if self._ended is None or self._life != self._ended:
                     return
             except ScorerFailed as failed:
-                # Ray is restarting the actor, which does not count as a failed attempt of a group.
+                # Ray is restarting the actor. This is no failed attempt of a group.
                 if not isinstance(failed.__context__, ray.exceptions.ActorUnavailableError):
                     raise
             await asyncio.sleep(RESTART_PAUSE)
@@ -74,8 +74,8 @@ def actor_names(scorers: Mapping[str, ScorerConfig]) -> dict[str, list[str]]:
 
 
 def asking(scorers: Mapping[str, ScorerConfig], scoring: Scoring, settled: Callable[[], Awaitable[None]]) -> Asking:
-    """Return what sends waiting groups to the scorers' actors; for `settled` see `Asking`. Each worker of a user's code
-    has an actor; the workers of a teacher at an address or in an engine share one actor."""
+    """Return the `Asking` that sends waiting groups to the scorers' actors; for `settled` see `Asking`. Each worker of
+    a user's code has its own actor. The workers of a teacher at an address or in an engine share one actor."""
     workers: dict[str, list[RayWorker]] = {}
     for name, actors in actor_names(scorers).items():
         of = scorers[name]

@@ -1,4 +1,4 @@
-"""Demonstrations: environments that show how to write one, and small synthetic data for them. Nothing else needs them.
+"""Demonstrations: example environments, and small synthetic data for them. Nothing else needs them.
 
 gsm8k          word problems with a number as answer, one turn
 lookup         the quick start's task: look up facts over several turns, then answer

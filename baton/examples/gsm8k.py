@@ -48,7 +48,7 @@ class Gsm8k:
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
-        """Read the answer from the text; the right answer has reward 1, and the episode ends."""
+        """Read the answer from the text, and end the episode. The right answer has reward 1."""
         found = self._pattern.findall(text)
         return StepResult((), float(bool(found) and _equal(found[-1], self._truth)), True)
 
@@ -130,7 +130,7 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` worked problems; about `right_fraction` of them are right, the others have random results."""
+    """`n` worked problems. About `right_fraction` of them are right; the others have random results."""
     shown = []
     for _ in range(n):
         drawn = problem(rng)

@@ -27,7 +27,7 @@ EXAMPLE = (f"1 to {LARGEST}?", "8", "lower: 1 to 7?", "4", f"right! 1 to {LARGES
 
 
 class GuessNumber:
-    """The environment: an object plays one game. It answers a guess with the remaining range; the right guess has
+    """The environment: an object plays one game. It answers a guess with the remaining range. The right guess has
     reward 1 and ends the episode."""
 
     def check_task(self, task: Task) -> None:
@@ -43,7 +43,7 @@ class GuessNumber:
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
-        """Judge the first number in the text; a text without a number is a wrong guess that rules no number out."""
+        """Judge the first number in the text. A text without a number is a wrong guess, and the range stays."""
         found = re.search(r"\d+", text)
         guess = int(found[0]) if found else 0
         self._guesses += 1
@@ -62,7 +62,7 @@ class GuessNumber:
 
 
 def rows(n: int, seed: int) -> list[dict[str, Any]]:
-    """`n` games as dataset rows; each number occurs equally often, as far as `n` allows."""
+    """`n` games as dataset rows. Each number occurs equally often, as far as `n` allows."""
     rng = np.random.default_rng(seed)
     talk = [Message(role=("user", "assistant")[turn % 2], content=text) for turn, text in enumerate(EXAMPLE)]
     return [

@@ -1,7 +1,8 @@
-"""An agent whose one reply is one command, and containers without podman-compose (configs/harbor_tiny.yaml).
+"""An agent that runs the policy's only reply as a command, and containers without podman-compose
+(configs/harbor_tiny.yaml).
 
-Harbor's Python environment imports this module. An agent of your own is written like `OneCommand`: it names its key's
-variable in `MODEL_CONNECTION`, and calls `self._base_url`.
+Harbor's Python environment imports this module. Write your own agent like `OneCommand`: name the variable of its key in
+`MODEL_CONNECTION`, and call `self._base_url`.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from openai import AsyncOpenAI
 
 
 class OneCommand(BaseAgent):
-    """Asks the policy once, with the instruction as it is, and runs its reply in the container."""
+    """Sends the instruction, unchanged, to the policy, and runs the reply in the container."""
 
     capabilities = AgentCapabilities(base_url=True)
     MODEL_CONNECTION = ModelConnectionSpec(agent_provider_access=ProviderAccess(["OPENAI_API_KEY"]))
 
     @staticmethod
     def name() -> str:
-        """Its name in Harbor's results."""
+        """The agent's name in Harbor's results."""
         return "one-command"
 
     def version(self) -> str:
-        """Its version in Harbor's results."""
+        """The agent's version in Harbor's results."""
         return "1"
 
     async def setup(self, environment: BaseEnvironment) -> None:
         """Install nothing."""
 
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
-        """One trial; a command that fails is the verifier's business."""
+        """Play one trial. If the command fails, only the verifier judges it."""
         asked = [{"role": "user", "content": instruction.strip()}]
         async with AsyncOpenAI(
             base_url=self._base_url, api_key=self._get_env("OPENAI_API_KEY"), max_retries=8
@@ -48,13 +49,14 @@ class OneCommand(BaseAgent):
 
 
 class PlainPodman(PodmanEnvironment):
-    """A task's `docker_image` in a container without a network, for tasks of one container that need no limits.
+    """A container of a task's `docker_image` without a network, for tasks with one container and no limits.
 
-    Harbor calls podman-compose some 15 times for each trial, which takes 4 s of CPU more; this calls podman 7 times.
+    Harbor's class calls podman-compose about 15 times for each trial; this class calls podman 7 times and saves 4 s of
+    CPU.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "auto_mounting": True})  # the verifier's files need no copying
+        super().__init__(*args, **{**kwargs, "auto_mounting": True})  # no copying of the verifier's files
         self._name = f"{self.session_id.lower()}_main_1"
 
     async def start(self, force_build: bool) -> None:
@@ -76,7 +78,7 @@ class PlainPodman(PodmanEnvironment):
         on_output: Any = None,
     ) -> ExecResult:
         """`cp FROM main:TO`, or `exec OPTION... main WORD...`."""
-        if stdin_data is not None:  # a way around `cp`, which failed
+        if stdin_data is not None:  # Harbor sends data here only if `cp` has failed
             raise RuntimeError("podman cp failed")
         at = next(place for place, word in enumerate(command) if word.partition(":")[0] == "main")
         options = [word for word in command[:at] if word != "-T"]

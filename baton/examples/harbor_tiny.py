@@ -1,4 +1,5 @@
-"""Ten tasks of one command each in Harbor's format, and what a made model needs for them (configs/harbor_tiny.yaml).
+"""Ten tasks of one command in Harbor's format, and words and demonstrations for a made model
+(configs/harbor_tiny.yaml).
 
     user: folder red                     assistant: mkdir red         reward 1
     user: file blue                      assistant: mkdir red         reward 0
@@ -17,7 +18,7 @@ from baton import Message
 from baton.harbor import Trial as Trial
 
 COMMANDS = {"file": ("touch", "-f"), "folder": ("mkdir", "-d")}
-"""What makes a kind of thing, and the shell's test for it."""
+"""For each kind of thing: the command that makes it, and the shell's test for it."""
 NAMES = ("red", "blue", "green", "black", "white")
 TASKS = [(kind, name) for kind in COMMANDS for name in NAMES]
 TOML = """schema_version = "1.4"
@@ -50,7 +51,8 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` tasks with one command each, which is right in about `right_fraction`, and otherwise that of any task."""
+    """`n` tasks with one command each. About `right_fraction` of the commands are right; the others are commands of
+    random tasks."""
     shown = []
     for _ in range(n):
         kind, name = TASKS[rng.integers(len(TASKS))]

@@ -8,8 +8,7 @@ Every prompt has its own table of facts, so that a policy has to look up and can
     assistant: answer 17                              reward 1, done
 
 A third of the questions have two hops, as in this example; the others have one hop ("what is the age of fox ?"). The
-observation is `none` for a text that is no action, or a fact that the store does not hold. `answer` ends the episode in
-any turn.
+observation is `none` if the text is no action, or if the store lacks the fact. `answer` ends the episode in any turn.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ VALUES = tuple(str(value) for value in range(1, 25))
 WORDS = ("what", "is", "the", "of", "?", "look", "answer", "none")
 TWO_HOP_FRACTION = 1 / 3
 REPEAT_FRACTION = 0.55
-"""Fraction of the demonstrations with a wrong lookup in which the answer is the value that the lookup returned."""
+"""Fraction of the demonstrations with a wrong lookup that answer with the value of this lookup."""
 
 
 class Puzzle(NamedTuple):
@@ -62,7 +61,7 @@ class Puzzle(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def puzzle(seed: int) -> Puzzle:
-    """Draw the puzzle of `seed`; all trajectories of a prompt have the same seed."""
+    """Draw the puzzle of `seed`. All trajectories of a prompt have the same seed."""
     rng = np.random.default_rng(seed)
     n_entities = len(ENTITIES)
     values = rng.integers(len(VALUES), size=(n_entities, len(ATTRIBUTES))).tolist()
@@ -130,7 +129,7 @@ def rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` complete conversations, of which about `right_fraction` solve the task.
+    """`n` complete conversations. About `right_fraction` of them solve the task.
 
     The others guess at once, look up the wrong entity or attribute, or look up the right fact and answer at random.
     """
@@ -161,8 +160,8 @@ def _wrong_actions(drawn: Puzzle, rng: np.random.Generator) -> list[str]:
             attribute = _other(ATTRIBUTES, attribute, rng)
         case _:
             return [*_solution(drawn)[:-1], f"answer {_other(VALUES, drawn.answer, rng)}"]
-    # A small model cannot learn which lookup was wrong: it learns how often demonstrations answer with what they
-    # read. If they always did, the model would solve far more tasks than the demonstrations, and leave RL little.
+    # A small model cannot learn which lookup is wrong. It learns how often demonstrations answer with the value that
+    # they read. If all did, it would solve far more tasks than they do, and RL would have little to improve.
     read = drawn.facts[entity, attribute]
     answer = read if rng.random() < REPEAT_FRACTION else _other(VALUES, read, rng)
     return [*_first_hop(drawn), f"look {entity} {attribute}", f"answer {answer}"]

@@ -46,8 +46,8 @@ class LookupAgent:
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """The TLS certificates, read only once: each client would need 25 ms to read them, though the endpoint has no
-    TLS."""
+    """The TLS certificates, read only once. (Each client would take 25 ms to read them, although the endpoint has no
+    TLS.)"""
     return ssl.create_default_context()
 
 

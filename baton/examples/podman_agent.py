@@ -1,4 +1,4 @@
-"""Plays each trajectory in a container of your own image, which reaches the session's address and nothing else.
+"""Plays each trajectory in a container of your own image. The container reaches only the session's address.
 
     env:
       name: baton.examples.podman_agent:InPodman
@@ -6,8 +6,8 @@
       options: {image: "localhost/mine:1", agent: 'my-agent "$PROMPT"', score: '[ "$(cat colour.txt)" = blue ]'}
 
 Both commands run in a shell of the container: the agent with the session's address and key, then the score without
-them. The score's exit code 0 is the reward 1, and 1 the reward 0; with any other the trajectory is attempted again.
-So a score must end with 1 if the agent left no file: `grep` would end with 2.
+them. The score's exit code 0 is the reward 1, and 1 is the reward 0. After any other code the trajectory is attempted
+again. So a score must exit with 1 if the agent left no file: `grep` would exit with 2.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from baton import AgentSession, Task
 
 WALLS = ["--network=none", "--http-proxy=false", "--cap-drop=all", "--security-opt=no-new-privileges"]
 OF_AGENT = {*range(256)} - {125}
-"""Exit codes of the agent; 125: podman itself failed."""
+"""Allowed exit codes of the agent. (With 125, podman itself failed.)"""
 KEPT = 1 << 20
-"""Bytes of output and of errors that are kept, from the end."""
+"""Maximum bytes of output, and of errors, that are kept: the last bytes."""
 LISTEN = """import socket, sys
 listener = socket.create_server((sys.argv[1], int(sys.argv[2])))
 socket.send_fds(socket.socket(fileno=0), [b" "], [listener.fileno()])"""
@@ -38,7 +38,7 @@ class InPodman:
     """An agent in a container."""
 
     def __init__(self, image: str, agent: str, score: str, memory: str = "4g", seconds: int = 3600) -> None:
-        """`seconds`: when podman ends the container, should this process die before it does."""
+        """`seconds`: time limit after which podman ends the container, in case this process has died."""
         self.image, self.agent, self.score = image, agent, score
         self.limits = f"--memory={memory}", "--pids-limit=512", f"--timeout={seconds}"
 
@@ -60,7 +60,7 @@ class InPodman:
                 shell = (*(f"--env={variable}" for variable in given), name, "sh", "-c", self.agent)
                 code, said = await podman("exec", *shell, variables=given, allowed=OF_AGENT)
             finally:
-                server.close()  # without waiting for its connections, which end with the container
+                server.close()  # do not wait: its connections end with the container
             if code:
                 session.finish(None, "failed", transcript=said, exit_code=code)
             else:
@@ -71,7 +71,7 @@ class InPodman:
 
 
 def listening_in(pid: int, host: str, port: int) -> socket.socket:
-    """A socket that listens at this address in the network of another process."""
+    """A socket that listens at this address in the network namespace of another process."""
     ours, theirs = socket.socketpair()
     inside = ["nsenter", f"--net=/proc/{pid}/ns/net", sys.executable, "-c", LISTEN, host, str(port)]
     with ours, theirs:
@@ -81,7 +81,7 @@ def listening_in(pid: int, host: str, port: int) -> socket.socket:
 
 
 async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Pass on what one side sends, until it ends."""
+    """Pass on the bytes that one side sends, until it ends."""
     with suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)
@@ -90,7 +90,7 @@ async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 async def last(stream: asyncio.StreamReader | None) -> str:
-    """The end of what a program writes."""
+    """The last bytes of a program's output, as text."""
     kept = b""
     while stream and (data := await stream.read(1 << 16)):
         kept = (kept + data)[-KEPT:]
@@ -100,7 +100,7 @@ async def last(stream: asyncio.StreamReader | None) -> str:
 async def podman(
     *words: str, variables: dict[str, str] | None = None, allowed: Container[int | None] = (0,)
 ) -> tuple[int, str]:
-    """Run podman; returns its exit code, which must be among the allowed ones, and the end of its output."""
+    """Run podman. Returns its exit code and the end of its output. RuntimeError if the code is not in `allowed`."""
     out, environment = asyncio.subprocess.PIPE, {**os.environ, **(variables or {})}
     process = await asyncio.create_subprocess_exec("podman", *words, stdout=out, stderr=out, env=environment)
     try:

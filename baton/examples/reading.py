@@ -1,16 +1,17 @@
-"""The policy reads a text that is longer than the context, page by page, takes notes, and answers a question. Shows the
-benefit of compaction.
+"""An environment that shows the benefit of compaction: the policy reads a text that is longer than the context, page by
+page, takes notes, and answers a question.
 
-Every prompt has its own facts, a page holds one of them, and the question is about one page:
+Every prompt has its own facts. Each page holds one fact, and the question is about one page:
 
     user: what is the age of fox ? page owl age 17        assistant: note none
     user: page fox age 4                                  assistant: note 4
     user: page fox speed 9                                assistant: note 4
     user: end                                             assistant: answer 4      reward 1, done
 
-A note is the policy's own summary of what it has read. With `compact: true` the whole conversation is replaced before
-every page by the question, the newest note and the page: a prompt stays short, however many pages there are, and the
-notes are trained with the answer's reward. Without `compact` the history grows until it exceeds the context.
+A note is the policy's own summary of the pages that it has read. With `compact: true`, the question, the newest note
+and the next page replace the whole conversation before every page. So a prompt stays short even if there are many
+pages, and the notes are trained with the answer's reward. Without `compact` the history grows until it exceeds the
+context.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ FEWEST, MOST = 2, 7
 
 
 class Text(NamedTuple):
-    """The pages of one prompt, each an (entity, attribute, value), and the index of the page that answers the
-    question."""
+    """The pages of one prompt, each (entity, attribute, value), and the index of the page that answers the question."""
 
     pages: tuple[tuple[str, str, str], ...]
     asked: int
@@ -49,12 +49,11 @@ class Text(NamedTuple):
         return self.pages[self.asked][2]
 
     def told(self, turn: int) -> str:
-        """The user's message in a turn: the turn's page, or `end` after the last page; turns count from 0."""
+        """The user's message in a turn: the turn's page, or `end` after the last page. Turns count from 0."""
         return f"page {' '.join(self.pages[turn])}" if turn < len(self.pages) else "end"
 
     def note(self, turn: int) -> str:
-        """The ideal note of the policy in a turn: the answer if the page with the answer was shown by then, otherwise
-        `none`."""
+        """The ideal note in a turn: the answer, if its page was shown already; otherwise `none`."""
         return f"{NOTE} {self.answer if turn >= self.asked else NONE}"
 
 
@@ -125,10 +124,10 @@ def rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` conversations that end at a random turn, about half of them with compaction, so that one model can begin
+    """`n` conversations that end at a random turn. About half have compaction, so that one warm-started model suits
     both variants.
 
-    About `right_fraction` of the notes and answers are right; the others show any value, or none.
+    About `right_fraction` of the notes and answers are right; the others are a random value, or `none`.
     """
     shown = []
     for _ in range(n):

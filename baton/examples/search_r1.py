@@ -10,8 +10,8 @@ The reward is 1 if the answer, without case, articles and punctuation, is one of
 `url`, such as `baton.examples.search_server`; without a `url`, from `corpus` (JSONL) in this process, by BM25 (the
 extra `search`).
 
-With `calls: tools` the policy searches by tool calls instead (`{"name": "search", "arguments": {"query": ...}}`), and a
-response without a call ends the episode; the row's `tools` column describes the tool to the chat template.
+With `calls: tools` the policy searches by tool calls instead (`{"name": "search", "arguments": {"query": ...}}`). A
+response without a call ends the episode. The row's `tools` column describes the tool to the chat template.
 
 The synthetic rows are questions over the corpus in `baton.examples.data`, in words of a small vocabulary.
 """
@@ -38,8 +38,8 @@ from baton.examples.search_server import Corpus
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 TOPK = 3
 SEARCHES = ThreadPoolExecutor(1, thread_name_prefix="search")
-"""The thread that runs searches in this process. In the event loop, the first search would block all episodes while it
-reads the whole corpus."""
+"""The thread that runs searches in this process. In the event loop, the first search would block all episodes, because
+it reads the whole corpus."""
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -145,7 +145,7 @@ class SearchQuestion(NamedTuple):
 
 
 def question(rng: np.random.Generator) -> SearchQuestion:
-    """Draw a question of one hop (the river of a town) or two (the region of that river)."""
+    """Draw a question of one hop (a town's river) or two hops (the region of a town's river)."""
     drawn = data.geography()
     town = drawn.towns[int(rng.integers(len(drawn.towns)))]
     if rng.random() < 0.5:
@@ -176,7 +176,7 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` conversations, of which about `right_fraction` search and answer correctly; the others answer at random."""
+    """`n` conversations. About `right_fraction` of them search and answer correctly; the others answer at random."""
     return [_demonstration(question(rng), rng.random() < right_fraction, rng) for _ in range(n)]
 
 

@@ -19,10 +19,10 @@ LISTS = ("prompt_token_ids", "rewards", "loss_masks", "stop_reasons", "rollout_l
 
 
 def steps_from_generator_output(output: Mapping[str, Any], version: int = 0, first_group_id: int = 0) -> list[Step]:
-    """The steps in a `GeneratorOutput`; each sampled token gets `version`, a packed `PolicyVersion`.
+    """The steps in a `GeneratorOutput`. Each sampled token gets `version`, a packed `PolicyVersion`.
 
-    If there are no `trajectory_ids`, each entry is a trajectory of one step with its own prompt. `first_group_id` is
-    the group id of the first prompt: with different first ids, one list can hold the steps of several outputs. Routed
+    If there are no `trajectory_ids`, each entry is a trajectory of one step with its own prompt. `first_group_id`: the
+    group id of the first prompt. (With different first ids, one list can hold the steps of several outputs.) Routed
     experts are not read.
 
     Raises:
@@ -47,7 +47,8 @@ def steps_from_generator_output(output: Mapping[str, Any], version: int = 0, fir
 
 
 def _identity(trajectory_id: Any, k: int) -> tuple[str, int]:
-    """The prompt of entry `k`, and the number of its trajectory: from SkyRL's `TrajectoryID`, or from such a pair."""
+    """The prompt of entry `k`, and the number of its trajectory: from SkyRL's `TrajectoryID`, or from a pair of the
+    two."""
     if hasattr(trajectory_id, "instance_id"):
         trajectory_id = (trajectory_id.instance_id, trajectory_id.repetition_id)
     if not isinstance(trajectory_id, tuple) or len(trajectory_id) != 2 or not isinstance(trajectory_id[1], int):
@@ -56,7 +57,7 @@ def _identity(trajectory_id: Any, k: int) -> tuple[str, int]:
 
 
 def _check_last_steps(identities: Sequence[tuple[str, int]], is_last_step: Sequence[bool] | None) -> None:
-    """Raise a ValueError if flags and identities disagree about where trajectories end."""
+    """Raise a ValueError if `is_last_step` and the identities disagree about where trajectories end."""
     if is_last_step is None:
         return
     ended: dict[tuple[str, int], bool] = {}
@@ -81,6 +82,6 @@ def _step(output: Mapping[str, Any], k: int, trajectory: TrajectoryId, uid: str,
         logprobs=None if logprobs is None else np.asarray(logprobs[k], np.float32),
         loss_mask=loss_mask,
         versions=np.where(loss_mask, np.int64(version), np.int64(-1)),  # -1: no policy sampled the token
-        reward=float(np.sum(reward, dtype=np.float64)),  # rewards by token add up to the reward of their step
+        reward=float(np.sum(reward, dtype=np.float64)),  # a step's reward is the sum of its tokens' rewards
         stop_reason="" if stop_reasons is None else stop_reasons[k],
     )

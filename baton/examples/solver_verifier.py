@@ -1,13 +1,13 @@
-"""A solver and a verifier, both played by the policy: one looks facts up and answers, the other checks the answer.
+"""A solver and a verifier, both played by the policy: the solver looks facts up and answers, the verifier checks the
+answer.
 
     main      user: what is the age of fox ?     assistant: look fox age      user: 17      assistant: answer 12
     verifier  user: fox age 17 ? answer 12       assistant: wrong
 
-The verifier reads the record that the question is about, and an answer. The solver's reward is 1 for the right answer,
-the verifier's 1 for the right verdict. For half of the prompts the verifier is shown a right answer, for the other half
-a wrong answer, however often the solver is right. If a right answer is to be shown and the solver's is wrong, or the
-other way round, the environment makes the answer itself. If only the solver's answers were shown, a policy would first
-learn to give always the more frequent verdict, without reading.
+The verifier reads the record that the question is about, and an answer. The solver has reward 1 for the right answer,
+the verifier for the right verdict. The verifier is shown a right answer for half of the prompts, and a wrong answer for
+the other half. If the solver's answer is not of this kind, the environment makes an answer. If only the solver's
+answers were shown, a policy would first learn to always give the more frequent verdict, without reading.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ RIGHT, WRONG = "right", "wrong"
 MAX_ACTIONS = 4
 """Maximum number of turns of the solver."""
 VERIFIER_FRACTION, VERDICT_RIGHT_FRACTION = 0.5, 0.9
-"""Fraction of the demonstrations that show verdicts, and fraction of these verdicts that are right."""
+"""Fraction of the demonstrations that show verdicts, and fraction of the right verdicts among them."""
 
 
 class SolverVerifier(lookup.Lookup):
     """The environment: an object plays one episode, first the solver's turns, then the verifier's turn."""
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """The row's prompt; the seed decides whether the verifier is shown a right answer."""
+        """The row's prompt. The seed decides whether the verifier is shown a right answer."""
         self._actions, self._is_claimed, self._shows_right = 0, False, seed % 2 == 0
         return await super().reset(task, seed)
 
@@ -50,7 +50,7 @@ class SolverVerifier(lookup.Lookup):
         return result._replace(done=self._actions == MAX_ACTIONS)
 
     def _made(self, asked: lookup.Puzzle) -> str:
-        """An answer made by the environment: a wrong one if the solver's answer is right, otherwise the right one."""
+        """An answer that the environment makes: a wrong answer if the solver's is right, otherwise the right answer."""
         if self._shows_right:
             return f"answer {asked.answer}"
         place = lookup.VALUES.index(asked.answer) + 1 + lookup.ENTITIES.index(asked.subject) % (len(lookup.VALUES) - 1)
@@ -73,8 +73,8 @@ def rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` conversations of the solver or of the verifier. The verifier is shown about as many right as wrong answers,
-    and some of its verdicts are wrong."""
+    """`n` conversations of the solver or of the verifier. About half of the answers that the verifier is shown are
+    right, and some of its verdicts are wrong."""
     n_verdicts = round(n * VERIFIER_FRACTION)
     shown = lookup.demonstrations(n - n_verdicts, right_fraction, rng)
     for _ in range(n_verdicts):

@@ -1,7 +1,7 @@
-"""Runs a policy's SQL read-only: statements cannot change data, load code, or exhaust time or memory.
+"""Runs a policy's SQL in read-only mode: statements cannot change data, load code, or exhaust time or memory.
 
-Statements run in a few child processes, one at a time in each. The kernel ends a process whose statement takes too
-long, and denies it memory beyond the limit; the next statement gets a new process. `python -m
+Statements run in a few child processes, one at a time in each. If a statement takes too long, the kernel ends its
+process; it also denies memory beyond the limit. The next statement gets a new process. `python -m
 service.rollout.child_main baton.examples.sqlite_query` is the command of such a process.
 """
 
@@ -46,7 +46,7 @@ Cell = int | float | str | bytes | None
 
 
 class QueryFailed(Exception):
-    """The query is wrong, forbidden, too slow or too large; the message can be shown to the policy."""
+    """Raised if a query is wrong, forbidden, too slow or too large. The message can be shown to the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ class Result:
 
 
 class QueryProcesses:
-    """The processes that run statements for all open episodes of an event loop; the last episode to close ends them."""
+    """The processes that run statements for all open episodes of an event loop. The last episode that closes ends
+    them."""
 
     _of_loop: ClassVar[WeakKeyDictionary[AbstractEventLoop, QueryProcesses]] = WeakKeyDictionary()
 
@@ -83,7 +84,7 @@ class QueryProcesses:
             await self._children.close()
 
     async def shown(self, database: Path, sql: str, max_rows: int, seconds: float) -> str:
-        """Run a statement in a child process; return the first rows of its result as the function `shown` writes them.
+        """Run a statement in a child process. Returns the first rows of its result as the function `shown` writes them.
 
         Raises:
             QueryFailed: the statement is wrong, writes, or takes too much time or memory.
@@ -91,7 +92,7 @@ class QueryProcesses:
         return str(await self._ask("shown", database, sql, max_rows, seconds))
 
     async def digest(self, database: Path, sql: str, max_rows: int, seconds: float, ordered: bool) -> str | None:
-        """Run a statement in a child process; return what the function `digest` returns for the result.
+        """Run a statement in a child process. Returns the hash of its result, as the function `digest` makes it.
 
         Raises:
             QueryFailed: the statement is wrong, writes, or takes too much time or memory.
@@ -162,9 +163,9 @@ def _shown_cell(cell: Cell) -> str:
 
 
 def digest(result: Result, ordered: bool) -> str | None:
-    """A hash of the rows: equal for two results with the same rows and, if `ordered`, the same order of rows.
+    """A hash of the rows. Two results with the same rows (if `ordered`, also in the same order) have equal hashes.
 
-    Floats are rounded to six digits before. None: the result has more rows than were read.
+    Floats are rounded to six digits first. None if the result has more rows than were read.
     """
     rows = [repr(tuple(map(_comparable, row))) for row in result.rows]
     text = "\n".join(rows if ordered else sorted(rows))
@@ -179,7 +180,7 @@ def _comparable(cell: Cell) -> Cell:
 
 
 async def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one statement; SIGALRM, which has no handler in this process, ends the process when its time is over."""
+    """Run one statement. When its time is over, SIGALRM ends the process, which has no handler for it."""
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     try:
         result = read(Path(request["database"]), request["sql"], request["max_rows"])

@@ -124,8 +124,8 @@ class SqlQuestion(NamedTuple):
 
 
 def question(rng: np.random.Generator) -> SqlQuestion:
-    """Draw a question of one of three kinds: what a town's number of people or its height is, how many towns lie on a
-    river, or which town on a river has the most people or the greatest height."""
+    """Draw a question of one of three kinds: a town's number of people or height; the number of towns on a river; or
+    the town on a river with the most people or the greatest height."""
     drawn = data.geography()
     town = drawn.towns[int(rng.integers(len(drawn.towns)))]
     asked, other = (COLUMNS[i] for i in rng.permutation(len(COLUMNS)))

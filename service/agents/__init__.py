@@ -1,2 +1,2 @@
-"""Serves agents that send conversations as messages. The exact tokens of each call are kept, even if the client edits
+"""Serves agents that send conversations as messages. Each call keeps its exact tokens, even if the client edits
 messages."""

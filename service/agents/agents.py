@@ -41,16 +41,16 @@ log = logging.getLogger(__name__)
 
 
 class GatewayRoute(NamedTuple):
-    """How the requests of agents reach a generator through the run's gateway."""
+    """How requests of agents reach a generator through the run's gateway."""
 
     url: str
-    """The gateway's address; empty: agents call the generator itself, because they do not reach the gateway."""
+    """The gateway's address; empty: agents cannot reach the gateway, so they call the generator itself."""
     listen_host: str
     """The address at which the generator listens for the gateway."""
 
 
 class Agents:
-    """The sessions of one engine, and their endpoint, which starts to listen with the first trajectory."""
+    """The sessions of one engine, and their endpoint. The endpoint starts to listen with the first trajectory."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Agents:
         route: GatewayRoute | None = None,
     ) -> None:
         """`secret`: the run's secret; None: keys are valid only in this process. `number`: the generator's number, from
-        0. `make_parser`: see `load`. `route`: through the run's gateway; None: agents call this process."""
+        0. `make_parser`: see `load`. `route`: the way through the run's gateway; None: agents call this process."""
         self._config = config
         self._route = route
         self._secret = secret or new_secret()
@@ -74,13 +74,13 @@ class Agents:
         self.limits = replace(limits, max_turns=config.max_calls, step_deadline=config.deadline)
         """Limits of an agent's trajectory; `step_deadline` bounds the agent's whole run."""
         self.parser: ReplyParser = JsonCalls()
-        """The parser that reads the responses; a change applies to sessions that begin after it."""
+        """The parser of the policy's responses. A new parser applies to sessions that begin later."""
         noted = self._secret.run
         self.sessions = Sessions(None if noted is None else noted / f"ended_sessions_{number}")
         played = [name for name, role in limits.roles.items() if role is not None and role.mode != "frozen"]
         self.endpoint = Endpoint(self.sessions, limits.max_length, config.structured, played)
         self._restored: dict[str, Session] = {}
-        """Sessions of an earlier process that nobody plays yet, by the trajectory's name."""
+        """By the trajectory's name: sessions of an earlier process that no call of `play` has continued yet."""
         self._roles: Counter[str] = Counter()
         """Number of steps of trajectories that ended, by role."""
         self._roots: list[int] = []
@@ -110,7 +110,7 @@ class Agents:
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
         """Open a session again that another process served, from its `steps`; `play` then continues the session.
 
-        Returns false if a step is missing or is not a call of this session, so that the trajectory cannot be continued.
+        Returns False if the trajectory cannot be continued: a step is missing, or is not a call of this session.
         """
         session = self.session(trajectory, task, sink)
         try:
@@ -126,10 +126,10 @@ class Agents:
     async def play(
         self, trajectory: TrajectoryId, task: Task, guard: EnvGuard, seed: int, sink: StepSink
     ) -> TrajectoryResult:
-        """Play one trajectory; `sink` gets a step for each call, then the trajectory's end.
+        """Play one trajectory. Send a step for each call to `sink`, then the trajectory's end.
 
-        `guard`: calls the agent within its time limits: `play`, or `resume` for a restored session.
-        Returns once the buffer has answered about the trajectory's end.
+        `guard`: calls the agent's `play`, or `resume` for a restored session, within time limits. Returns once the
+        buffer has answered about the trajectory's end.
         """
         await self.listen()
         restored = self._restored.pop(str(trajectory), None)
@@ -230,7 +230,7 @@ class Agents:
 
         tree = ConversationTree(self._chat, self.parser)
         name = "-".join(map(str, trajectory))
-        if isinstance(trajectory, EvaluationId):  # may be played again, so the name is a new one
+        if isinstance(trajectory, EvaluationId):  # may be played again, so each time the name is new
             name = f"{EVALUATION}{secrets.token_hex(8)}"
         key, max_tokens = session_key(self._secret, name), self._config.max_tokens
         session = Session(trajectory, task.uid, tree, limits, max_tokens, sample, sink, name, key)
@@ -240,7 +240,7 @@ class Agents:
 
 @contextmanager
 def named_errors(config: AgentsConfig) -> Iterator[None]:
-    """Raises a `UserError` with the setting to change if the address cannot be listened on."""
+    """Within the block, an error of listening at the address becomes a `UserError` with the setting to change."""
     try:
         yield
     except (OSError, UnicodeError, OverflowError) as error:  # host too long, or port out of range
@@ -250,18 +250,18 @@ def named_errors(config: AgentsConfig) -> Iterator[None]:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether only processes of this machine reach the host of a URL, which is an address."""
+    """Whether only processes of this machine reach a URL. The URL's host is an IP address."""
     return ip_address(urlsplit(url).hostname or "").is_loopback
 
 
 def warn_if_open(url: str) -> None:
-    """Log that an address can be reached over the network."""
+    """Log a warning if a URL can be reached over the network."""
     if not is_loopback(url):
-        log.warning("agents.host: %s is no loopback: keys and texts cross the network unencrypted", url)
+        log.warning("agents.host: %s is no loopback address: keys and texts cross the network unencrypted", url)
 
 
 async def _outcome(session: Session, playing: asyncio.Task[None]) -> Outcome:
-    """The result that the agent gave when it finished its session.
+    """The result with which the agent finished its session.
 
     Raises:
         TrajectoryFailed: the agent failed or gave no reward, or the engine or the buffer ended the trajectory.
@@ -277,7 +277,7 @@ async def _outcome(session: Session, playing: asyncio.Task[None]) -> Outcome:
         detail = ": ".join(filter(None, (f"the agent ended without a reward, as {outcome.status!r}", outcome.reason)))
         error = "" if outcome.exit_code is None else str(outcome.exit_code)
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, detail, session.transcript, error)
-    if session.refused:  # many agents take an error for an answer
+    if session.refused:  # many agents treat an error as an answer
         detail = f"the agent ended after its newest request was refused: {session.refused}"
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, detail, session.transcript)
     return outcome

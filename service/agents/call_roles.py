@@ -4,18 +4,18 @@ A root is a call that continues no other call. A root and all calls that continu
 
     root 0   one call without tools: "Name this task"           aux
     root 1   with tools                                         main
-    call 2   continues root 1                                   retry, if call 3 repeats call 2 and is continued
+    call 2   continues root 1                                   retry, if call 3 repeats it and is continued
     call 3   continues root 1                                   main
     root 4   another system prompt, with tools                  sub
     root 5   one call: "Sum up what was done"                   main: root 6 begins with root 5's answer
     root 6   root 1's system prompt; its last answer was lost   main; its last call undelivered
     root 7   one call without tools: "Now the answer"           main: it is the newest call
 
-No rule depends on the length of a response, so that all samples of a group are treated alike. If no conversation has
-tools or a second call, all calls are `main`: they are the steps of a pipeline.
+No rule depends on the length of a response: all samples of a group are treated alike. If no conversation has tools or a
+second call, the calls are steps of a pipeline, and all are `main`.
 
-A client may name a role (`X-Baton-Role`): `main`, `sub`, `aux` or a configured role. The role holds for the whole
-conversation; if the client names several roles, the last one counts. Calls whose prompts are token ids are `main`.
+A client may name a role (`X-Baton-Role`): `main`, `sub`, `aux` or a configured role. It holds for the whole
+conversation. If the client names several roles, the last role counts. Calls whose prompts are token ids are `main`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from service.agents.conversation_tree import AgentCall, Beginning
 from service.handoff.steps.values import Role
 
 PIECE = 16
-"""Length, in characters, of the pieces by which a text is recognised; shorter pieces occur in many texts by chance."""
+"""Characters of one piece of a text, by which the text is recognised. Shorter pieces occur in other texts by chance."""
 PIECES, FOUND = 8, 2
-"""Number of pieces of a text that are looked for, and the smaller number that must be found, because agents leave out
-parts of a summary."""
+"""Number of pieces of a text that are searched for, and number of these that must be found. (Agents leave out parts of
+a summary.)"""
 NEXT = 8
-"""Number of conversations after a summary that are searched for the summary's text; bounds the time of the search."""
+"""Number of conversations after a summary that are searched for its text. It bounds the time of the search."""
 
 
 class _RoledConversation(NamedTuple):
@@ -58,12 +58,12 @@ class _RoledConversation(NamedTuple):
 
     @property
     def named(self) -> str | None:
-        """The role that the client names for the conversation, or the last of several; None: it names no role."""
+        """The role that the client named last for the conversation; None: it named no role."""
         return next((call.named for call in reversed(self.calls) if call.named), None)
 
     @property
     def rank(self) -> tuple[bool, bool, bool, bool]:
-        """The sort key of a conversation. The agent's own conversation is the first with the highest key."""
+        """The sort key by which the agent's main conversation is found: the first conversation with the highest key."""
         is_received = self.is_continued or any(map(_is_delivered, self.calls))
         return is_received, self.named == Role.MAIN, self.has_tools, self.is_continued
 
@@ -92,7 +92,7 @@ def roles_of(calls: Sequence[AgentCall]) -> list[str]:
 
 
 def _is_delivered(call: AgentCall) -> bool:
-    """Whether a client received the reply; True for calls before a restart, whose delivery was not recorded."""
+    """Whether a client received the reply. True for calls before a restart: their delivery was not recorded."""
     return call.delivered or call.is_restored
 
 
@@ -105,8 +105,8 @@ def _conversations(calls: Sequence[AgentCall]) -> list[_RoledConversation]:
 
 
 def _role(conversation: _RoledConversation, own: _RoledConversation | None, is_newest: bool, later: _WithRoles) -> str:
-    """The role of a conversation; `own`: the agent's main conversation; `later`: conversations that began after this
-    one, each with its role."""
+    """The role of a conversation. `own`: the agent's main conversation; `later`: the conversations that began after
+    `conversation`, each with its role."""
     begun = conversation.begun
     if conversation.named is not None:
         return conversation.named
@@ -117,7 +117,7 @@ def _role(conversation: _RoledConversation, own: _RoledConversation | None, is_n
     alike = own.begun is not None and own.begun.system == begun.system
     if not conversation.is_single:
         return Role.MAIN if alike else Role.SUB
-    # An edited history is no separate question, and the newest call may give the result.
+    # `aux` is a separate question: no edited history, and not the newest call, which may give the result.
     is_own = own.is_single or is_newest or (alike and conversation.calls[0].how == "rerendered")
     return Role.MAIN if is_own else Role.AUX
 

@@ -1,10 +1,10 @@
-"""Runs a command once per trajectory, in child processes that run one trajectory after the other.
+"""Runs a command once for each trajectory. A child process runs one command after the other:
 
 folder with the template's and the row's files --> command --> its output --> score --> folder removed
 
-A command has a process group, a folder, resource limits and a time limit of its own. These limits contain mistakes, not
-attacks: a command that needs a sandbox must start bubblewrap, podman or Harbor itself. If a child process is late,
-fails or loses its parent, its keeper (`service.rollout.child_main`) ends it and all processes that the command started.
+A command has its own process group, folder, resource limits and time limit. They contain mistakes, not attacks: a
+command that needs a sandbox must start bubblewrap, podman or Harbor itself. If a child process is late, fails or loses
+its parent, its keeper (`service.rollout.child_main`) ends it and all processes that the command started.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from service.rollout.environment import AgentSession, OversizedOutput, Task
 from service.rollout.user_errors import describe_error
 from service.user_code import enter_user_folder, import_user_module
 
-if TYPE_CHECKING:  # child processes do without it
+if TYPE_CHECKING:  # child processes do not need it
     from service.config.rollout import CommandConfig
 
 log = logging.getLogger(__name__)
@@ -45,16 +45,16 @@ WORK, TEMPORARY, PROMPT, QUESTION, OUTPUT = "work", "tmp", "prompt.txt", "questi
 """Names in the trajectory's folder: the command's current folder and TMPDIR, its prompt, the scoring command's input,
 and what the command prints."""
 FILES = "files"
-"""Column of a row with the texts of files, by the files' paths in the command's folder."""
+"""Column of a row with the command's files: a text for each path in the command's folder."""
 KEPT_VARIABLES = {"PATH": os.defpath, "LANG": "C.UTF-8"}
 """Environment variables that a command inherits from Baton's process, each with its default."""
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 LIMITED = """echo 1000 2>/dev/null >/proc/self/oom_score_adj
 ulimit -c 0 && ulimit -f "$1" && ulimit -d "$2" && shift 2 && exec "$@\""""
-"""The shell commands that set limits and then run the agent's command; if memory runs out, the kernel kills this
-process first."""
+"""Shell commands that set limits, then run the agent's command. If memory runs out, the kernel kills this process
+first."""
 SIGNALLED = 128
-"""Exit codes above this number stand for signals: this number plus the signal's number."""
+"""A higher exit code is this number plus the number of the signal that ended the command."""
 REMOVE_SECONDS = 600.0
 AROUND_SECONDS = 300.0
 """Time limit, in seconds, to fill and to remove a trajectory's folder."""
@@ -63,7 +63,7 @@ MAX_ANSWER_BYTES = 1 << 20
 
 
 class Failed(Exception):
-    """The trajectory fails; the message gives the reason."""
+    """Raised if the trajectory has failed; the message is the reason."""
 
 
 class Finished(NamedTuple):
@@ -72,26 +72,26 @@ class Finished(NamedTuple):
     reward: float | None
     """The score; None if no score is configured, or the run failed."""
     status: str
-    """`ok`; or `failed`, and then the run says nothing about the policy."""
+    """`ok`, or `failed`. A failed run says nothing about the policy."""
     reason: str
     """Why the run failed, or a note that it reached its time limit; otherwise empty."""
     info: Mapping[str, float]
     """How long the run took, in seconds."""
     transcript: str
-    """The command's stdout and stderr, without the key; the middle of a long one is left out."""
+    """The command's stdout and stderr, without the key; the middle of a long output is left out."""
     exit_code: int | None = None
     """The exit code, or 128 + the signal that ended the command; None: it reached its time limit, or did not start."""
 
 
 class CommandAgent:
-    """The agent of one trajectory, which runs the command. It has no `close`, which would end other trajectories."""
+    """The agent of one trajectory: it runs the command. It has no `close`, because `AgentRunner` ends all commands."""
 
     def __init__(self, runner: AgentRunner) -> None:
         self._runner = runner
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        """Run the command, and finish the session with its score; without a score, with the reward that the agent
-        posted."""
+        """Run the command, and finish the session with the score. If there is no score, the reward that the agent
+        posted counts."""
         finished = await self._runner.run(task, session.base_url, session.key, seed)
         session.finish(**finished._asdict())
 
@@ -174,7 +174,7 @@ class _Trajectory:
         """Make the folder with the template's files, the row's files and the prompt."""
         files = self._task.extra_info.get(FILES, {})
         if not isinstance(files, Mapping) or not all(isinstance(text, str) for text in files.values()):
-            raise Failed(f"the row's {FILES} are no texts by path")
+            raise Failed(f"the row's {FILES} must be an object of paths with texts")
         try:
             (self.root / TEMPORARY).mkdir()
             if self._settings["workdir"] is None:
@@ -193,7 +193,7 @@ class _Trajectory:
             raise Failed(f"its folder cannot be made: {error!s:.500}") from error
 
     def _run_agent(self) -> int | None:
-        """Run the command with the address and the key of its session; returns its exit code as `_run` does."""
+        """Run the command with the address and the key of its session. Returns its exit code as `_run` does."""
         seed, url = str(self._seed), self._base_url
         values = {"prompt": self._prompt, "prompt_file": str(self.root / PROMPT), "folder": str(self._folder)}
         values |= {"base_url": url, "seed": seed}
@@ -223,7 +223,7 @@ class _Trajectory:
         return 0.0 if code else _last_number(_read_output(self.root / OUTPUT))
 
     def _call(self, score: str, transcript: str) -> float:
-        """The score of a function; a function that exceeds `limits.score_seconds` is ended with this process."""
+        """The score that a function gives. If the function exceeds `limits.score_seconds`, this process is ended."""
         module, _, name = score.partition(":")
         signal.alarm(ceil(self._limits["score_seconds"]))
         try:
@@ -235,8 +235,8 @@ class _Trajectory:
         return _reward(number)
 
     def _run(self, command: Sequence[str], stdin: Path, variables: Mapping[str, str], seconds: float) -> int | None:
-        """Run a command in the folder, until all processes that it started have ended; returns its exit code, or 128 +
-        the signal that ended it; None: it was ended after `seconds`."""
+        """Run a command in the folder, then end all processes that it left. Returns its exit code, or 128 + the number
+        of the signal that ended it; None if the command was ended after `seconds`."""
         kept = {name: os.environ.get(name, default) for name, default in KEPT_VARIABLES.items()}
         own = {"HOME": str(self._folder), "TMPDIR": str(self.root / TEMPORARY)}
         file_blocks, memory_kb = self._limits["file_bytes"] // 512, self._limits["memory_bytes"] // 1024
@@ -261,17 +261,17 @@ class _Trajectory:
         with suppress(ProcessLookupError):  # the whole group has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        end_descendants()  # those that left the group
+        end_descendants()  # processes that left the group
         return SIGNALLED - code if code is not None and code < 0 else code
 
 
 def filled(text: str, values: Mapping[str, str]) -> str:
-    """The text with its placeholders replaced by their values; values are not searched for placeholders."""
+    """The text with each placeholder replaced by its value. Values are not searched for placeholders."""
     return PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder with all its content, however deep, without following links; logs a failure."""
+    """Remove a folder with all its content, however deep. Links are not followed; a failure is only logged."""
     for command in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
         if os.path.lexists(folder):
             subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, timeout=REMOVE_SECONDS, check=False)
@@ -280,7 +280,7 @@ def remove(folder: Path) -> None:
 
 
 def _read_output(file: Path) -> str:
-    """What a command printed; the middle of more than `TRANSCRIPT_BYTES` is left out."""
+    """The output of a command; if it exceeds `TRANSCRIPT_BYTES`, the middle is left out."""
     size, kept = file.stat().st_size, TRANSCRIPT_BYTES
     with file.open("rb") as output:
         if size <= kept:
@@ -296,7 +296,7 @@ def _why(code: int) -> str:
 
 
 def _last_number(output: str) -> float:
-    """The number in the last line of a scoring command's output; 1 if that is not a number."""
+    """The number in the last line of a scoring command's output; 1 if the line is no number."""
     last = next((line for line in reversed(output.split("\n")) if line.strip()), "")
     try:
         number = float(last)

@@ -1,4 +1,4 @@
-"""The calls of one agent as a tree: a call that continues another call begins with that call's exact tokens.
+"""The calls of one agent as a tree. A child's prompt begins with the exact tokens of its parent's prompt and response.
 
     call 0   user: age of fox?                                  prompt  P            sampled  A
     call 1   user, assistant A, tool: 17                        prompt  P A t        sampled  B
@@ -6,8 +6,8 @@
     call 3   user, assistant A changed, tool: 17                prompt  Q            (a root: rendered as a whole)
 
 `t` and `u` are the tools' messages as the chat template renders them between two turns. A client sends back messages,
-never tokens, and the messages only select the parent call. The new prompt begins with the parent's tokens. A response
-is never tokenised again, so its tokens and log-probabilities stay as the engine sampled them.
+not tokens. The messages only select the parent; the prompt begins with the parent's tokens. A response is never
+tokenised again, so its tokens and log-probabilities stay as the engine sampled them.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ COMPARED = 32
 """Maximum number of earlier conversations with which the prompt of a new conversation is compared."""
 
 How = Literal["root", "appended", "rerendered"]
-"""How a prompt was made: for a new conversation; by appending to sampled tokens; or by rendering the whole
-conversation, because the conversation contains answers that no call sampled."""
+"""How a prompt was made. `root`: a new conversation. `appended`: tokens were appended to a parent's. `rerendered`: the
+whole conversation was rendered, because it contains answers that no call sampled."""
 
 
 class CallNote(msgspec.Struct, frozen=True, array_like=True):
-    """Fields of an `AgentCall` in addition to its tokens, digests in hex. It is stored as the note of the call's step,
-    so that a restarted generator can continue the session."""
+    """The fields of an `AgentCall` that its step lacks; digests are in hex. The step stores them as its note, so that a
+    restarted generator can continue the session."""
 
     name: str
     parent: int
@@ -57,12 +57,12 @@ class CallNote(msgspec.Struct, frozen=True, array_like=True):
     """Whether the client offered tools; recorded for roots only."""
     named: str | None = None
     age: float = 0.0
-    """Seconds for which the session had been open."""
+    """Seconds for which the session had been open when the call was made."""
 
 
 class Beginning(NamedTuple):
-    """The system messages, first messages and tools with which a client began a conversation; they determine the
-    conversation's role."""
+    """How a client began a conversation: system messages, first messages, tools. This decides the conversation's
+    role."""
 
     system: bytes
     """Digest of the leading system messages."""
@@ -84,7 +84,7 @@ class AgentCall:
     response: Response
     reply: Reply
     body: str
-    """Identifies the client's request, so that a repetition is recognised."""
+    """Identifies the client's request: a repeated request has the same value."""
     stop_reason: str
     """Why the engine stopped: `stop` or `length`."""
     index: int
@@ -100,11 +100,11 @@ class AgentCall:
     marks: set[str] = field(default_factory=set)
     """The gateway's marks of the requests that the reply answered."""
     is_restored: bool = False
-    """Whether an earlier process sampled the call: the reply is parsed from the tokens when a client repeats the
+    """Whether an earlier process sampled the call. Then the reply is parsed from the tokens when a client repeats the
     request."""
 
     def note(self, age: float) -> str:
-        """The note of the call's step: a `CallNote` as JSON; `age`: seconds for which the session has been open."""
+        """The note of the call's step: a `CallNote` as JSON. `age`: seconds for which the session has been open."""
         parent = -1 if self.parent is None else self.parent.index
         system = self.begun.system.hex() if self.begun is not None else None
         has_tools = self.begun is not None and self.begun.has_tools
@@ -165,7 +165,7 @@ class PreparedCall(NamedTuple):
     """Tools that the reply may call."""
     begun: Beginning | None = None
     received: Sequence[AgentCall] = ()
-    """Earlier calls that are not yet marked as delivered; the client's request shows that it received their replies."""
+    """Earlier calls whose replies the client must have received, because its request sends them back."""
     named: str | None = None
     prefix: str = ""
     """The beginning of the answer, if the client wrote it; it is part of the prompt."""
@@ -182,11 +182,11 @@ class ConversationTree:
         self._new_name = new_name
         self.calls: list[AgentCall] = []
         self._after: defaultdict[bytes, list[AgentCall]] = defaultdict(list)
-        """Calls by the digest of the conversation that ends with their reply."""
+        """Calls by digest: the digest of the conversation that ends with the call's reply."""
         self._of_ids: dict[tuple[int, int], AgentCall] = {}
         """The newest call for each (number of tokens, digest of the tokens)."""
         self._newest_of: dict[str, AgentCall] = {}
-        """The newest call for each body of a request."""
+        """For each body of a request, the newest call that answers it."""
 
     @property
     def shows_tools(self) -> bool:
@@ -194,7 +194,7 @@ class ConversationTree:
         return self._chat.shows_tools
 
     def named(self, of: str, tools: Sequence[Tool] = ()) -> AgentCall | None:
-        """The call whose name is part of an id that a client received; None if there is none."""
+        """The call whose name is part of the id `of`, which a client received; None if there is no such call."""
         call = next((call for call in reversed(self.calls) if call.name in of.split("_")), None)
         return None if call is None else self._parsed(call, tools)
 
@@ -216,19 +216,19 @@ class ConversationTree:
         prefix: str = "",
         before: AgentCall | None = None,
     ) -> PreparedCall:
-        """Make the prompt of a client's request: the prompt continues the longest earlier call that matches the
-        messages, or, if no call matches, is the whole conversation as rendered by the chat template.
+        """Make the prompt of a client's request. It continues the longest earlier call that matches the messages. If no
+        call matches, it is the whole conversation as the chat template renders it.
 
-        Of several calls with equal content, the prompt continues the call of which the client sent back the most ids,
-        in tool calls or as `echoed`. The answer begins with the text `prefix`, which the policy continues. With
-        `before`, the messages are only those after this call.
+        If several calls have equal content, the client's ids decide: those in tool calls, and `echoed`. The call with
+        the most of them is continued. `prefix`: the beginning of the answer, which the policy continues. `before`: the
+        call after which `messages` begin; None: `messages` are the whole conversation.
 
         Raises:
             MessagesRefused: a message cannot be read, or the chat template refuses it.
         """
         context = [] if before is None else [before.message()]
         read = read_messages([*context, *messages])[len(context) :]
-        # Some agents change leading system messages in every turn; the first turn's text is kept.
+        # Some agents change leading system messages in every turn: the first turn's messages stay.
         said = list(dropwhile(lambda message: message["role"] == "system", read))
         digest_of = digests(said, tools) if before is None else [*accumulate(said, extended, initial=before.after)]
         begun = [self._chat.plain(prefix, continues=True)] if prefix else []
@@ -279,8 +279,7 @@ class ConversationTree:
     def add(self, opened: PreparedCall, generation: Generation, body: str) -> AgentCall:
         """Add a call with the tokens that the engine sampled for it.
 
-        An end token is appended if the policy sampled none, unless the client sends token ids: such a client appends
-        its own end token.
+        An end token is appended if the policy sampled none. A client that sends token ids appends its own end token.
         """
         reply = self._reply(generation.token_ids, opened.digest is None, opened.tools)
         brings_tokens = opened.digest is None and len(generation.token_ids)
@@ -294,8 +293,8 @@ class ConversationTree:
         return call
 
     def reference(self, call: AgentCall) -> Extension | None:
-        """The reference of a call's step: to the whole step of its parent; without a parent, to the longest prefix that
-        the call's prompt shares with one of the newest calls that no other call continues."""
+        """The reference of a call's step to an earlier step. With a parent: to the parent's whole step. Without: to the
+        longest prefix that the prompt shares with one of the newest calls that no other call continues."""
         if call.parent is not None:
             before = call.parent.token_ids()
             return Extension(call.parent.index, len(before), digest(before))
@@ -305,10 +304,10 @@ class ConversationTree:
         return longest_prefix(call.carried_ids, ((leaf.index, leaf.token_ids()) for leaf in islice(leaves, COMPARED)))
 
     def restore(self, steps: Steps) -> float:
-        """Restore the calls that an earlier process sampled, from their `steps`, which the buffer accepted; returns the
-        age of the session in seconds at the last of them.
+        """Restore the calls that an earlier process sampled from their `steps`, which the buffer accepted. Returns the
+        session's age at the last call, in seconds.
 
-        Tokens come from the steps; a reply is parsed from its tokens again if a client repeats the request.
+        Only tokens are restored: a reply is parsed again from its tokens if a client repeats the request.
 
         Raises:
             ValueError: a step is missing, or is not a call of this session.
@@ -335,7 +334,7 @@ class ConversationTree:
                 is_restored=True,
             )  # fmt: skip
             if parent is not None:
-                parent.delivered = True  # the client received the calls that it continued
+                parent.delivered = True  # the client continued the parent, so it received its reply
             self._keep(call, token_ids)
         return age
 
@@ -351,7 +350,7 @@ class ConversationTree:
         return Reply(text, "", ()) if brings_tokens else self._parser.parse(text, tools, token_ids.tolist())
 
     def unsampled(self, opened: PreparedCall, text: str) -> AgentCall:
-        """A call that the server answers with `text`, without the policy; the call is not added to the tree."""
+        """A call that the server answers with `text` in place of the policy. The call is not added to the tree."""
         token_ids = self._chat.plain(text)
         n = len(token_ids)
         response = Response(token_ids, np.zeros(n, np.float32), np.zeros(n, np.bool_), np.full(n, NO_VERSION, np.int64))
@@ -375,11 +374,11 @@ class ConversationTree:
     def replayed(
         self, body: str, is_retry: bool = False, tools: Sequence[Tool] = (), mark: str = ""
     ) -> AgentCall | None:
-        """The earlier call that answers a repeated request; None if the policy has to be called. `tools`: the request's
+        """The earlier call that answers a repeated request; None if the policy must be called. `tools`: the request's
         tools; `mark`: the gateway's mark of the request.
 
-        Some clients do not mark retries. So until a reply is delivered, a request with the same body counts as a retry;
-        after the delivery, such a request asks for another sample, unless the gateway repeats the delivered one.
+        Some clients do not mark retries. So a request with the same body counts as a retry until the reply is
+        delivered. After the delivery it asks for another sample, except if the gateway repeats the delivered request.
         """
         call = self._newest_of.get(body)
         if call is None or (call.delivered and not is_retry and (not mark or mark not in call.marks)):
@@ -387,7 +386,8 @@ class ConversationTree:
         return self._parsed(call, tools)
 
     def _received(self, messages: Sequence[Message], echoed: Collection[str]) -> list[AgentCall]:
-        """Calls whose delivery is unknown but whose replies the client sends back, even if other messages changed."""
+        """The calls that are not marked as delivered, but whose replies the client sends back. Other messages may have
+        changed."""
         if not (unknown := [call for call in self.calls if not call.delivered]):
             return []
         said = {extended(b"", message) for message in messages if message["role"] == "assistant"}
@@ -400,7 +400,7 @@ class ConversationTree:
 
 
 def _note_of(step: Step, place: int) -> CallNote:
-    """The note of a session's step, which must have the index `place`.
+    """The note of a session's step. The step must have the index `place`.
 
     Raises:
         ValueError: an earlier step is missing, the step has no note of a call, or its parent is no earlier step.
@@ -417,6 +417,6 @@ def _note_of(step: Step, place: int) -> CallNote:
 
 
 def _best(calls: Sequence[AgentCall], echoed: set[str]) -> AgentCall:
-    """The call of which the client sent back the most ids, including ids of its ancestors; among calls
-    with equally many ids, a delivered call, then the newest."""
+    """The call for which the client sent back the most ids, of the call or its ancestors. If several calls have equally
+    many, delivered calls come first, then the newest."""
     return max(reversed(calls), key=lambda call: (sum(of.name in echoed for of in call.path()), call.delivered))

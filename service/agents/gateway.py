@@ -1,10 +1,10 @@
-"""One address for all agents of a run: passes each request on to the generator that holds the session.
+"""One address for all agents of a run. The gateway passes each request on to the generator that holds the session.
 
     agent -- key of session 5-1-0 --> gateway -- GET /rl/sessions/5-1-0 --> generator-0: 401, generator-1: 200
                                               -- the request -------------> generator-1
 
-The gateway stores nothing that a restart would need: a key has the session's name in it, each generator says that it
-serves, and who holds a session is asked. While no generator holds a session that goes on, its requests wait.
+A restarted gateway needs no stored state: a key contains the session's name, each generator announces that it serves,
+and the gateway asks generators who holds a session. If no generator holds an open session, its requests wait.
 
 the connection to the generator breaks     the same request goes to the next generator that holds the session
 a part of the answer went to the client     the client's connection is closed
@@ -51,28 +51,28 @@ from service.types import TrajectoryId
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 10.0
-"""Seconds after its last announcement for which a generator is asked for sessions."""
+"""Seconds for which a generator is asked for sessions after its last announcement."""
 WAIT_SECONDS = 120.0
 """Maximum seconds that a request waits for a generator to hold its session."""
 LOOK_SECONDS = 0.2
 """Seconds between two searches for the holder of a session."""
 PROBE_SECONDS = 5.0
-"""Maximum seconds for a generator's answer whether it holds a session."""
+"""Maximum seconds to wait until a generator answers whether it holds a session."""
 MAX_BREAKS = 16
-"""Number of times that a request may break its connection to a generator; then it is answered with 503."""
+"""Number of times that a request's connection to a generator may break; then the answer is 503."""
 ALL = ""
-"""Stands for all sessions, none of which has this name."""
+"""The key for all sessions together; no session has this name."""
 MAX_HELD_BYTES = MAX_OPEN_BODIES * MAX_OPEN_BODIES * MAX_BODY_BYTES
-"""Maximum bytes of the bodies of all requests in progress, of which one session may have a part in `MAX_OPEN_BODIES`.
-A body is kept until its request is answered, so that it can be sent again."""
+"""Maximum bytes of the bodies of all requests in progress; one session may have 1 / `MAX_OPEN_BODIES` of them. A body
+is kept until its request is answered, so that it can be sent again."""
 MAX_HOLDERS = 1 << 14
 """Maximum number of sessions whose holder is remembered."""
 HOP_HEADERS = frozenset(
     ("connection", "content-length", "date", "expect", "host", "keep-alive", "server", "te", "transfer-encoding")
 )
-"""Headers, in lower case, that belong to one connection."""
+"""Headers, in lower case, that are valid for one connection only, so they are not passed on."""
 OWN_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
-"""Headers that aiohttp would add to a request without them."""
+"""Headers that aiohttp adds to a request if they are missing."""
 IN_PARTS_BYTES = 1 << 20
 """Bodies of at least this many bytes are sent in parts, so that they do not hold up the event loop."""
 KEEP_ALIVE = (
@@ -81,13 +81,13 @@ KEEP_ALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * (ROOM_SECONDS + 10))),
 )
-"""Options of connections to generators, so that a connection to a lost host breaks. A live generator may read nothing
-of a large body for `ROOM_SECONDS`."""
+"""Socket options that break the connection to a lost host. (A live generator may read nothing of a large body for
+`ROOM_SECONDS`.)"""
 HELD, UNKNOWN, ENDED = 200, 401, 409
-"""HTTP statuses with which a generator answers whether it has a session: yes, never had, ended."""
+"""HTTP statuses with which a generator answers about a session: it holds it; it never had it; the session ended."""
 
 IsOpen = Callable[[TrajectoryId], Awaitable[bool]]
-"""A function that returns whether a trajectory continues: it is unfinished, and no newer attempt replaced it."""
+"""A function that returns whether a trajectory is open: unfinished, and replaced by no newer attempt."""
 
 
 class Gateway:
@@ -99,13 +99,13 @@ class Gateway:
         self._listener = Listener()
         self._timeout = aiohttp.ClientTimeout(total=deadline, sock_connect=PROBE_SECONDS)
         self._generators: dict[str, tuple[str, float]] = {}
-        """(address, time at which the generator said that it serves) by the generator's name."""
+        """By the generator's name: its address, and the time of its last announcement."""
         self._holders: dict[str, str] = {}
-        """Address of the generator that held a session last, by the session's name."""
+        """By the session's name: the address of the generator that held it last."""
         self._looks: dict[str, asyncio.Task[str | None]] = {}
-        """Searches for the holder of a session, by the session's name; all its waiting requests share one."""
+        """By the session's name: the search for its holder, which all its waiting requests share."""
         self._held: Counter[str] = Counter()
-        """Bytes of the bodies of requests in progress, by the session's name, and of all together (`ALL`)."""
+        """By the session's name: bytes of the bodies of its requests in progress. `ALL`: of all sessions."""
         self._http: aiohttp.ClientSession
         """Set by `start`."""
         self._began = 0.0
@@ -138,7 +138,7 @@ class Gateway:
             response = await handler(request)
         except Refused as refused:
             response = await error_answer(request, dialect_of(request.path), refused)
-        except web.HTTPException as unknown:  # no path, as in `OPTIONS *`
+        except web.HTTPException as unknown:  # a request without a path, as `OPTIONS *`
             no_path = Refused(unknown.status, None, "there is no such path")
             response = await error_answer(request, dialect_of(request.path), no_path)
             response.force_close()
@@ -158,7 +158,7 @@ class Gateway:
         """Pass a request on until a generator has answered it."""
         key = key_of(request)
         if not (name := name_of(self._secret, key)):
-            raise Refused(401, None, "the key is that of no session", "invalid_api_key")
+            raise Refused(401, None, "no session has this key", "invalid_api_key")
         parts = list[bytes]()
         try:
             await self._read(request, name, parts)
@@ -172,10 +172,10 @@ class Gateway:
                     del self._held[whose]
 
     async def _read(self, request: web.Request, name: str, parts: list[bytes]) -> None:
-        """Add to `parts` the body as it was sent, of which at most one byte more is kept than any session accepts.
+        """Read the body, as it was sent, into `parts`: at most one byte more than any session accepts.
 
         Raises:
-            Refused: the body is late (408), or cannot be read (400); there is no room for it (503).
+            Refused: the body is late (408) or cannot be read (400), or there is no room for it (503).
         """
         left = MAX_BODY_BYTES + 1
         try:
@@ -213,11 +213,11 @@ class Gateway:
     async def _passed_on(
         self, request: web.Request, address: str, headers: CIMultiDict[str], body: bytes
     ) -> web.StreamResponse | None:
-        """The answer of the generator at `address`, as it was passed on to the client; None if the generator does not
-        hold the session, or sent nothing but comments.
+        """The answer of the generator at `address`, which was passed on to the client. None if the generator does not
+        hold the session, or sent only comments.
 
         Raises:
-            ConnectionError: the generator was lost within an answer of which the client has a part.
+            ConnectionError: the generator was lost after the client got a part of the answer.
         """
         url = URL(address + request.rel_url.raw_path_qs, encoded=True)
         data = BytesIO(body) if len(body) >= IN_PARTS_BYTES else body or None
@@ -228,7 +228,7 @@ class Gateway:
                 return None
             if answer.content_type != "text/event-stream":
                 whole = await answer.read()
-                if stream is not None:  # it has begun, and can be no other answer
+                if stream is not None:  # the client has a part of a stream
                     raise ConnectionResetError("the answer is no stream")
                 return web.Response(body=whole, status=answer.status, headers=_of_both_ways(answer.headers))
             if stream is None:
@@ -249,7 +249,7 @@ class Gateway:
             return stream
 
     async def _holder(self, name: str, key: str) -> str:
-        """The address of the generator that holds a session; waits while there is none.
+        """The address of the generator that holds a session; waits while no generator does.
 
         Raises:
             Refused: 409 if the session has ended, 503 if no generator holds it for `WAIT_SECONDS`.
@@ -266,7 +266,8 @@ class Gateway:
                 raise Refused(NO_ROOM, None, reason, "overloaded")
 
     async def _look(self, name: str, key: str) -> str | None:
-        """Ask all generators for a session once; None, after a pause, if none holds it and it goes on.
+        """Ask all generators once which holds a session. Returns None, after a pause, if none holds it but the session
+        is open.
 
         Raises:
             Refused: 409 if the session has ended.
@@ -280,7 +281,7 @@ class Gateway:
             if len(self._holders) > MAX_HOLDERS:
                 del self._holders[next(iter(self._holders))]
             return held
-        is_evaluation = name.startswith(EVALUATION)  # of which only its generator knows
+        is_evaluation = name.startswith(EVALUATION)  # only its generator knows the session
         is_over = not is_evaluation and not await self._is_open(TrajectoryId(*map(int, name.split("-"))))
         if ENDED in found and (is_over or is_evaluation):  # that generator answers a repeated end
             return found[ENDED]

@@ -20,12 +20,12 @@ FIRST_SECONDS = 30.0
 IDLE_SECONDS = 30.0
 """Seconds without a request after which a connection is closed."""
 LINGER_SECONDS = 2.0
-"""Seconds in which the rest of a refused body is read, so that its client sees the refusal."""
+"""Seconds for which the rest of a refused body is read, so that the client sees the refusal."""
 UNREAD_SECONDS = 60.0
-"""Seconds after which a connection is closed if its client reads nothing of the answer that is being sent."""
+"""Seconds after which a connection is closed if its client reads nothing of an answer."""
 MAX_CONNECTIONS = 4096
-"""Maximum number of open connections. If one more opens, the oldest connection of the session that has the most is
-closed."""
+"""Maximum number of open connections. If one more opens, a connection is closed: the oldest of the session that has
+most."""
 
 
 class Listener:
@@ -40,9 +40,9 @@ class Listener:
         self._listening: asyncio.Server | None = None
 
     async def start(self, app: web.Application, host: str, port: int, **options: Any) -> str:
-        """Listen, and return the address that clients call, such as `http://127.0.0.1:41234`. `options`: of aiohttp's
-        server."""
-        silent = logging.getLogger(f"{__name__}.http")  # aiohttp's log may quote requests, and therefore keys
+        """Listen, and return the address that clients call, such as `http://127.0.0.1:41234`. `options`: options of
+        aiohttp's server."""
+        silent = logging.getLogger(f"{__name__}.http")  # aiohttp's log may quote requests, with keys
         silent.setLevel(logging.CRITICAL + 1)
         options |= {"keepalive_timeout": IDLE_SECONDS, "lingering_time": LINGER_SECONDS, "access_log": None}
         runner = self._runner = web.AppRunner(app, logger=silent, shutdown_timeout=1.0, **options)
@@ -51,13 +51,13 @@ class Listener:
         if server is None:
             raise RuntimeError("aiohttp made no server")
         self._listening = await loop.create_server(partial(self._accept, server, loop), host, port)
-        for listening in self._listening.sockets:  # each connection inherits it
+        for listening in self._listening.sockets:  # connections inherit the option
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_SECONDS * 1000))
         bound = self._listening.sockets[0].getsockname()
         return address_of(bound[0], bound[1])
 
     async def stop(self) -> None:
-        """Close the connections; waiting requests are abandoned."""
+        """Close the connections. Waiting requests get no answer."""
         if self._listening is not None:
             self._listening.close()
         if self._runner is not None:
@@ -71,7 +71,8 @@ class Listener:
             self._keys[request.transport] = key_of(request)
 
     def _accept(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:
-        """Accept a connection; one that stays silent is closed, or it would hold a file descriptor for ever."""
+        """Accept a connection. A silent connection is closed later, because it would hold a file descriptor for
+        ever."""
         connection = server()
         if len(server.connections) >= MAX_CONNECTIONS:
             keys = [self._keys.get(each.transport, "") for each in server.connections]

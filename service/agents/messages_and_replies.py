@@ -1,10 +1,11 @@
-"""A normal form of clients' messages, in which equal conversations compare equal; and the parsing of responses.
+"""Converts clients' messages to a normal form, so that equal conversations compare equal; and parses responses.
 
     a dialect's message                 here
     arguments: '{"b": 1.0, "a":2}'      arguments: {"b": 1, "a": 2}
     role: developer                     role: system
 
-The form is that of chat completions, without unknown fields; ids and names of calls' answers are not compared.
+The normal form is the form of chat completions, without unknown fields. Ids of calls, and names in their answers, are
+not compared.
 
 <think>look it up</think>Let me see.<tool_call>{"name": "search", "arguments": {"query": "marn"}}</tool_call>
     content "Let me see."   thinking "look it up"   calls (search with {"query": "marn"})
@@ -28,7 +29,8 @@ THINK, THOUGHT = "<think>", "</think>"
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages in normal form; the dialects have checked their fields. An answer gets the name of its call."""
+    """The messages in normal form. (The dialects have checked their fields.) A tool's answer gets the name of its
+    call."""
     names = {call.get("id"): call["function"]["name"] for of in messages for call in of.get("tool_calls") or ()}
     return [_read(message, names) for message in messages]
 
@@ -44,8 +46,8 @@ def echoed_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
     """Digests of all prefixes of the conversation, from no message to all messages.
 
-    An assistant's thinking, spaces around its text, the way in which arguments are written, and the order and the
-    descriptions of tools do not change a digest.
+    A digest does not depend on the assistant's thinking, on spaces around its text, on how arguments are written, or on
+    the order and descriptions of tools.
     """
     found = [xxhash.xxh3_128_digest(b"".join(sorted(_json(_compared(tool, "description")) for tool in tools)))]
     for message in messages:
@@ -58,7 +60,7 @@ def extended(digest: bytes, message: Message) -> bytes:
     role, content = message["role"], message["content"]
     calls = [call["function"] for call in message.get("tool_calls", ())]
     said = content.strip() if role == "assistant" else content
-    # Lengths in front make the bytes unambiguous; JSON of a long text takes ten times as long.
+    # A length before each text makes the bytes unambiguous. JSON of a long text would take ten times as long.
     text = f"{len(role)}:{role}{len(said)}:{said}".encode(errors="surrogatepass")
     return xxhash.xxh3_128_digest(digest + text + (_json(_compared(calls)) if calls else b""))
 
@@ -95,14 +97,14 @@ def _arguments(arguments: str | Mapping[str, Any]) -> Any:
 
 
 def _number(written: str) -> float | int:
-    """A JSON number; integral floats become integers, because clients with one number type send 1 for 1.0."""
+    """A JSON number. 1.0 becomes 1: clients that have only one type of number send 1 for 1.0."""
     value = float(written)
     return int(value) if value.is_integer() else value
 
 
 def _compared(value: Any, left_out: str = "") -> Any:
-    """What is compared of calls or tools: large integers as clients with one number type have them, and no texts of
-    the name `left_out`."""
+    """The parts of calls or tools that are compared: texts of the name `left_out` are dropped. Large integers are
+    rounded to doubles, as by clients that have only this type of number."""
     if isinstance(value, Mapping):
         kept = {name: of for name, of in value.items() if name != left_out or not isinstance(of, str)}
         return {name: _compared(of, left_out) for name, of in kept.items()}
@@ -140,7 +142,7 @@ class JsonCalls:
     """Parses responses of Qwen's and Hermes' models: calls are JSON between tags, and thinking comes first."""
 
     def parse(self, text: str, tools: Sequence[Tool] = (), token_ids: Sequence[int] = ()) -> Reply:
-        """Parse a response; a malformed or truncated call stays in the content as the policy wrote it."""
+        """Parse a response. A malformed or truncated call stays in the content as the policy wrote it."""
         thinking, rest = _thinking(text)
         calls, content, end = [], [], 0
         for found in tagged(rest, "tool_call") if tools else ():
@@ -153,8 +155,8 @@ class JsonCalls:
 
 
 def _thinking(text: str) -> tuple[str, str]:
-    """Split thinking from the rest; the prompt may have opened the thinking, and a truncated response may not close
-    it."""
+    """Split thinking from the rest. The prompt may have opened the thinking, and a truncated response may leave it
+    open."""
     before, closed, after = text.partition(THOUGHT)
     opened = before.lstrip().startswith(THINK)
     if not closed and not opened:

@@ -1,9 +1,9 @@
-"""Calls of the policy over HTTP: read from the client's dialect, made by the session, and answered in the dialect.
+"""Handles calls of the policy over HTTP: reads the client's dialect, lets the session make the call, and answers.
 
     body -> CallRequest -> session.begin -> call -> CallAnswer -> JSON or server-sent events
 
-The client gets nothing that derives from a sampled token before the buffer has accepted the call's step. While a client
-that asked for a stream waits, it gets headers and comments.
+The client gets no sampled token, and nothing derived from one, before the buffer has accepted the call's step. A client
+that waits for a stream gets headers and comments.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ IGNORED_HEADER = "X-Baton-Ignored"
 SAMPLE_HEADER = "X-Baton-Sample"
 """Header that distinguishes requests with equal bodies, so that each request gets an answer of its own."""
 MAX_NOTED = 128
-"""Maximum number of ignored fields that are logged; bounded because clients choose the names."""
+"""Maximum number of ignored fields that are logged. (Clients choose the names, so there may be any number.)"""
 
 
 class PolicyCalls:
@@ -60,8 +60,8 @@ class PolicyCalls:
         self._noted: set[tuple[str, str]] = set()
         """Ignored fields that were logged, with their dialects."""
         self.answered: Counter[tuple[str, str]] = Counter()
-        """Number of answered calls, by (dialect, way in which the prompt was made). The way is a `How`, or `replayed`
-        if an earlier call was answered again."""
+        """Number of answered calls by (dialect, way). The way is a `How`: how the prompt was made; or `replayed`: an
+        earlier call was answered again."""
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Add the routes of all dialects; each path begins with `prefix`."""
@@ -104,7 +104,7 @@ class PolicyCalls:
             body = parse_body(raw)
             asked = dialect.read(with_items(body, session.tree.named) if dialect is RESPONSES else body)
             if asked.forms and self._structured == "refuse":
-                raise Refused(400, asked.forms[0], "answers have no prescribed form; see agents.structured")
+                raise Refused(400, asked.forms[0], "the form of answers cannot be prescribed; see agents.structured")
             hidden = ("tools",) if asked.tools and not session.tree.shows_tools else ()
             ignored = (*asked.ignored, *asked.forms, *hidden)
             asked = asked._replace(model=str(body.get("model") or MODEL), ignored=ignored)
@@ -125,7 +125,7 @@ class PolicyCalls:
         return calls, asked._replace(messages=(), prompt=None)
 
     def _note(self, dialect: Dialect, ignored: Sequence[str]) -> None:
-        """Log ignored fields, each once, until there are `MAX_NOTED`."""
+        """Log each ignored field once, up to `MAX_NOTED` fields."""
         new = [name for name in ignored if (dialect.name, name) not in self._noted]
         if new and len(self._noted) < MAX_NOTED:
             self._noted.update((dialect.name, name) for name in new)
@@ -151,7 +151,7 @@ async def _write(request: web.Request, dialect: Dialect, asked: CallRequest, ans
 
 
 async def _stream(request: web.Request, asked: CallRequest) -> web.StreamResponse:
-    """The stream for a request's answer; the first call of this function starts it."""
+    """The stream for a request's answer. The first call starts the stream."""
     if (stream := request.get(STREAM)) is None:
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **_headers(asked)}
         stream = web.StreamResponse(headers=headers)

@@ -31,24 +31,25 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 TOO_LARGE, NO_ROOM = 413, 503
-"""HTTP statuses: the body is too large; there is no room for it."""
+"""HTTP statuses for a body that is too large, and for a body for which there is no room."""
 MAX_END_BYTES = 1 << 20
-"""Maximum bytes of a request's body that is no prompt."""
+"""Maximum bytes of a body that holds no prompt."""
 BODY_SECONDS = 60.0
 """Seconds in which a client must send a request's body."""
 LARGE_BYTES = 16 << 10
-"""Bodies of at least this many bytes are parsed and rendered in a thread. To render a prompt of this size as a whole
-blocks the event loop for about 8 ms; the use of a thread costs up to 5 ms if other threads run."""
+"""Bodies of at least this many bytes are parsed and rendered in a thread. Rendering a whole prompt of this size blocks
+the event loop for about 8 ms; a thread costs up to 5 ms if other threads run."""
 MAX_OPEN_BODIES = 8
-"""Maximum number of large bodies that are handled at the same time; reading, parsing and rendering one takes several
-times as much memory as its bytes."""
+"""Maximum number of large bodies that are handled at the same time. Reading, parsing and rendering a body takes several
+times its bytes of memory."""
 ROOM_SECONDS = 30.0
 """Maximum seconds that a large body waits for room."""
 KEY_HEADERS = ("x-api-key", "api-key", "x-goog-api-key")
 """Headers in which clients of Anthropic, Azure and Google send the key."""
 ROLE_HEADER = "X-Baton-Role"
 MARK_HEADER = "X-Baton-Mark"
-"""Header with which the gateway marks each request, so that its own repetition of the request is no other call."""
+"""Header with which the gateway marks each request. If it repeats a request, the mark is the same, so no second call is
+made."""
 CONVERSATIONS = (Role.MAIN, Role.SUB, Role.AUX)
 """Roles that a conversation can have in every run."""
 STREAM = web.RequestKey("stream", web.StreamResponse)
@@ -58,7 +59,7 @@ SESSION = web.RequestKey("session", Session)
 
 
 class Requests:
-    """Finds the sessions of requests, reads the bodies, and answers the requests that are refused."""
+    """Finds the session of each request, reads bodies, and answers refused requests."""
 
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
@@ -68,7 +69,7 @@ class Requests:
         """Number of answers whose client disconnected."""
         self._room = asyncio.Semaphore(MAX_OPEN_BODIES)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks by key: of each session one large body at a time has room, so that none takes all of it."""
+        """Locks by key: a session may have one large body at a time, so that no session takes all the room."""
 
     def session(self, request: web.Request) -> Session:
         """The open session of the request's key.
@@ -81,7 +82,7 @@ class Requests:
         return session
 
     def managed(self, request: web.Request) -> Session:
-        """The session of the request's key; it may have just ended.
+        """The session of the request's key. The session may have just ended.
 
         Raises:
             Refused: 401 for an unknown key, 409 for the key of a session that ended.
@@ -92,11 +93,12 @@ class Requests:
 
     @asynccontextmanager
     async def body(self, request: web.Request, most: int = MAX_END_BYTES) -> AsyncIterator[bytes]:
-        """Yield the request's decompressed body of up to `most` bytes; a large one keeps its room until the block ends.
+        """Yield the request's decompressed body, of up to `most` bytes. A large body holds its room until the block
+        ends.
 
         Raises:
-            Refused: the body is too large (413), late (408), or cannot be read (400); there is no room for it
-                (503).
+            Refused: the body is too large (413), is late (408) or cannot be read (400), or there is no room for it
+            (503).
         """
         length = None if "content-encoding" in request.headers else request.content_length
         async with AsyncExitStack() as held:
@@ -123,9 +125,9 @@ class Requests:
     async def prompt(
         self, request: web.Request, session: Session, read: Callable[[bytes], Result]
     ) -> AsyncIterator[Result]:
-        """Read a body that may be as large as a prompt, and yield the result of `read`, a function of the body. No call
-        is added to the session until the `with` block ends. A large body is handled in a thread; `read` must not change
-        any state, because it keeps running if the caller is cancelled.
+        """Yield the result of `read`, a function of the body; the body may be as large as a prompt. No other request
+        adds a call to the session until the `with` block ends. `read` must not change any state: for a large body it
+        runs in a thread, which goes on if the caller is cancelled.
 
         Raises:
             Refused: as in `body`.
@@ -158,12 +160,13 @@ async def error_answer(request: web.Request, dialect: Dialect, refused: Refused)
 
 
 def is_retry(request: web.Request) -> bool:
-    """Whether the client marks the request as a retry; the clients of OpenAI and Anthropic do."""
+    """Whether the client marks the request as a retry, as the clients of OpenAI and Anthropic do."""
     return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
 
 
 def role_named(request: web.Request, named: Sequence[str]) -> str | None:
-    """The role that the client names for the conversation; `named`: the configured roles that the policy plays.
+    """The role that the client names for the conversation; None: it names none. `named`: the configured roles of the
+    policy.
 
     Raises:
         Refused: there is no such role, or a client may not name it.
@@ -181,7 +184,7 @@ def is_connected(request: web.Request) -> bool:
 
 
 def key_of(request: web.Request) -> str:
-    """The key that a client sent, as OpenAI's clients send it or in one of `KEY_HEADERS`; empty without a key."""
+    """The key that a client sent: in OpenAI's header, or in one of `KEY_HEADERS`; empty without a key."""
     bearer = request.headers.get("authorization", "")
     if bearer[:7].lower() == "bearer ":
         return bearer[7:].strip()

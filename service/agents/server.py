@@ -33,7 +33,7 @@ from service.rollout.plain_values import NotAllowed
 log = logging.getLogger(__name__)
 
 CLOSING = frozenset({401, 409})
-"""HTTP statuses for requests without the key of an open session; their connection is closed."""
+"""HTTP statuses of requests that have no key of an open session. Their connection is closed."""
 
 
 class Endpoint:
@@ -50,7 +50,7 @@ class Endpoint:
         self._model = {**model, "max_model_len": max_model_len}
         self._listener = Listener()
         self.is_abandoned = False
-        """Whether every connection is closed without an answer, because other generators continue the sessions."""
+        """Whether requests get no answer, but a closed connection: other generators continue the sessions."""
 
     async def start(self, host: str, port: int) -> str:
         """Listen, and return the address that clients call, such as `http://127.0.0.1:41234`."""
@@ -72,7 +72,7 @@ class Endpoint:
 
     @web.middleware
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The handler's answer; an error has the form of the path's dialect."""
+        """The handler's answer. An error gets the form of the path's dialect."""
         self._listener.heard(request)
         dialect = dialect_of(request.path)
         try:
@@ -83,10 +83,10 @@ class Endpoint:
             response.force_close()
         except Refused as refused:
             response = await self.requests.refuse(request, dialect, refused)
-        except ConnectionError:  # the client has left, or is to go to another generator
+        except ConnectionError:  # the client has left, or must go to another generator
             self.requests.undelivered += 1
             response = _cut(request)
-        except NotAllowed as wrong:  # in the body with which an agent ends its session
+        except NotAllowed as wrong:  # by the body with which an agent ends its session
             field = re.split(r"\W", wrong.detail, maxsplit=1)[0]
             response = await self.requests.refuse(request, dialect, Refused(400, field, wrong.detail))
         except Exception:  # a bug, or the engine died, and another generator continues the session
@@ -126,7 +126,7 @@ class Endpoint:
         return web.json_response({"session": session.name, "state": session.state, "calls": session.n_steps})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
-        """Note the reward of a session that is finished without one."""
+        """Store a reward, which counts if the session is finished without a reward."""
         session = self.requests.managed(request)
         async with self.requests.body(request) as raw:
             body = parse_body(raw)
@@ -137,12 +137,12 @@ class Endpoint:
         return web.json_response({})
 
     async def _finish(self, request: web.Request) -> web.StreamResponse:
-        """Finish a session; the answer comes once the buffer has answered about the trajectory's end. A repeated
-        request with the same body changes nothing.
+        """Finish a session, and answer once the buffer has answered about the trajectory's end. A repeated request with
+        the same body changes nothing.
 
         Raises:
-            Refused: 409 if the session is over or was finished with another body, or if the buffer refused the end;
-                503 if the buffer was not asked.
+            Refused: 409 if the session is over, was finished with another body, or the buffer refused the end; 503 if
+            the buffer was not asked.
         """
         session: Session | None = None
         sessions, key = self.requests.sessions, key_of(request)
@@ -179,7 +179,7 @@ def _cut(request: web.Request) -> web.StreamResponse:
 
 
 def _outcome(body: Mapping[str, Any]) -> Outcome:
-    """The result of a trajectory in a request: its reward, its status, and further numbers.
+    """The trajectory's result in the body of a request: its reward, its status, and further values.
 
     Raises:
         Refused: the reward is a bool.

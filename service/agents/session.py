@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 MIN_BODY_BYTES, BYTES_PER_TOKEN, MAX_BODY_BYTES = 64 << 10, 16, 16 << 20
 """Maximum bytes of a call's body: a constant, plus bytes for each token that a prompt may have, up to a maximum. Texts
-have about 4 bytes per token, escaped texts up to 12. A larger body is refused before its messages are rendered, because
-that would block the event loop for about a second per MB."""
+have about 4 bytes per token, escaped texts up to 12. A larger body is refused early, because rendering its messages
+takes about a second per MB."""
 REASON_CHARACTERS = 1000
 """Maximum characters of the reason for which an agent's run failed."""
 MAX_LOGGED, SHOWN = 20, 80
@@ -46,8 +46,8 @@ MAX_LOGGED, SHOWN = 20, 80
 SHOWN_REFUSALS = 3
 TOO_LONG = "context_length_exceeded"
 SPENT = "Step budget exhausted."
-"""The answer if a session has no room left for tokens or calls. An error with status 429 would make clients repeat the
-request."""
+"""The answer if a session has no tokens or calls left. (After an error of status 429, clients would repeat the
+request.)"""
 
 Sample = Callable[[Int32s, Sampling, str], Awaitable[Generation]]
 """A function that samples a response: (ids of the prompt, sampling parameters, id of the request) -> response."""
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
     """The result of an agent's run."""
 
     reward: float | None = None
-    """The reward of the trajectory; None if nobody gave one."""
+    """The reward of the trajectory; None if there is no reward."""
     status: Status = "ok"
     info: Mapping[str, float] = {}
     rewards: Mapping[str, float] = {}
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
     """Exit code of the agent's process."""
 
     def plain(self) -> Outcome:
-        """The same result in plain Python values; an agent's code or a request may have given any.
+        """The same result in plain Python values. (An agent's code or a request may have given any value.)
 
         Raises:
             NotAllowed: a value has another type, or is out of range.
@@ -103,10 +103,10 @@ class Session:
     ) -> None:
         """`limits`: limits of each call; there are at most `limits.max_turns` calls.
 
-        `max_tokens`: maximum tokens of all steps together; tokens that a step shares with its parent count once.
+        `max_tokens`: maximum tokens of all steps together. Tokens that a step shares with its parent count once.
         """
         self.key = key
-        """The key that a client must send; whoever has it may call the policy."""
+        """The key that a client must send. Every client with the key may call the policy."""
         self.name = name
         """The session's name in addresses."""
         self.trajectory = trajectory
@@ -114,31 +114,30 @@ class Session:
         self.base_url = ""
         """The address that clients call."""
         self.began = asyncio.get_running_loop().time()
-        """Time at which the session was opened first, on the event loop's clock in seconds, without the time from the
-        last step in another process to the opening here."""
+        """Time at which the session was first opened, in seconds of the event loop's clock. For a restored session it
+        is later: the time between its last step elsewhere and its opening here does not count."""
         self.heard = self.began
         """Time of the last request of the agent, on the event loop's clock in seconds."""
         self.moves = False
-        """Whether another generator continues the session, so that the agent must not end its work."""
+        """Whether another generator continues the session. Then the agent must not end its work."""
         self.transcript = ""
         """The output of the agent's run, as the program that ran the agent reported it."""
         self.recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """Whether the buffer accepted the trajectory's end; set when the buffer answers, and cancelled if the buffer
         was not asked."""
         self.calls_again: Callable[[list[TrajectoryId]], Awaitable[bool]] | None = None
-        """Tells the buffer, before the first call of a session that moved, that this process may die of the call;
-        returns whether the buffer was told."""
+        """Called before the first call of a restored session. It tells the buffer that this call may kill the process,
+        and returns whether the buffer was told."""
         self.posted: float | None = None
-        """The reward that the agent itself posted; used if the session is finished without a reward."""
+        """The reward that the agent itself posted. It counts if the session is finished without a reward."""
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         """The result of the agent's run, or the error that ended the session earlier."""
         self.refusals: Counter[str] = Counter()
         """Number of requests that the endpoint refused, by status, field, reason and client."""
         self.refused = ""
-        """Why the newest call was refused; empty if it was answered, or its prompt was too long."""
+        """Why the newest call was refused. Empty if the call was answered, or if its prompt was too long."""
         self.opening = asyncio.Lock()
-        """Held while a prompt is matched with the tree, possibly in a thread, so that the tree does not grow
-        meanwhile."""
+        """Held while a prompt is matched with the tree (possibly in a thread): the tree must not grow meanwhile."""
         self._prompt_uid = prompt_uid
         self._limits = limits
         self._max_tokens = max_tokens
@@ -149,17 +148,15 @@ class Session:
         self._calls = 0
         """Number of steps and of calls that are being sampled."""
         self._cut = StopReason.STOP
-        """Why the newest request got no call; `STOP` if it got one."""
+        """Why no call was made for the newest request; `STOP` if a call was made."""
         self._flying: dict[str, asyncio.Task[AgentCall]] = {}
         """Calls that are being sampled, by the request's body."""
         self._in_order = asyncio.Lock()
-        """Held from when a call gets its number until its step is accepted, so that the journalled steps have no
-        gaps."""
+        """Held from the time a call gets its number until its step is accepted. So the journal's steps have no gaps."""
 
     @property
     def state(self) -> Literal["open", "finished", "closed"]:
-        """`open` until the session ends; then `finished` if its agent's run has a result, or `closed` if it has
-        none."""
+        """`open` until the session ends. Then `finished` if the agent's run has a result, else `closed`."""
         if not self.ended.done():
             return "open"
         return "closed" if self.ended.cancelled() or self.ended.exception() is not None else "finished"
@@ -178,9 +175,9 @@ class Session:
     def stop_reason(self) -> StopReason:
         """The stop reason of the trajectory.
 
-        If the newest request got no call, the reason for that: its prompt was too long, or the limits left no room.
-        Otherwise the stop reason of the last call in the longest chain of calls with the role `main`. Calls of other
-        roles are ignored, because clients probe with one token, or ask for a title.
+        If no call was made for the newest request, this is the reason: its prompt was too long, or the limits left no
+        room. Otherwise the last call counts, in the longest chain of calls with the role `main`. Other roles are
+        ignored, because clients test the server with one token, or ask for a title.
         """
         if self._cut != StopReason.STOP:
             return self._cut
@@ -216,14 +213,14 @@ class Session:
 
     @property
     def most_body_bytes(self) -> int:
-        """Maximum bytes of a call's body; the prompt in a larger body is taken to be too long."""
+        """Maximum bytes of a call's body. A larger body is refused as a prompt that is too long."""
         return min(MIN_BODY_BYTES + BYTES_PER_TOKEN * self._limits.max_input_length, MAX_BODY_BYTES)
 
     def too_long(self, what: str) -> Refused:
-        """The refusal of a prompt that is too long; the trajectory counts as truncated unless a call follows.
+        """The refusal of a prompt that is too long. If no call follows, the trajectory counts as truncated.
 
-        Clients recognise this error by its text, and then shorten the conversation: Claude Code by the first words,
-        litellm, Harbor and NeMo-Gym by the words about the model.
+        Clients recognise this error by its text, and shorten the conversation. Claude Code looks for the first words;
+        litellm, Harbor and NeMo-Gym look for the words about the model.
         """
         self._cut = StopReason.LENGTH
         length = f"This model's maximum context length is {self._limits.max_input_length} tokens"
@@ -245,7 +242,7 @@ class Session:
         self.heard = asyncio.get_running_loop().time()
 
     async def until_finished(self, silence: float) -> None:
-        """Wait until the session has ended, because work elsewhere finished it.
+        """Wait until the session has ended: a program elsewhere finishes it.
 
         Raises:
             TimeoutError: no request came for `silence` seconds.
@@ -260,7 +257,7 @@ class Session:
             raise asyncio.CancelledError
 
     def restore(self, steps: Steps) -> None:
-        """Restore the calls that an earlier process sampled, from their `steps`, which the buffer accepted; then the
+        """Restore the calls that an earlier process sampled, from their `steps`, which the buffer accepted. Then the
         session continues.
 
         Raises:
@@ -273,12 +270,12 @@ class Session:
     def begin(
         self, asked: CallRequest, opened: PreparedCall, body: str, is_retry: bool = False, mark: str = ""
     ) -> asyncio.Future[AgentCall]:
-        """Begin the call of the policy that answers the request `asked`, whose prompt is `opened`; returns a future of
+        """Begin the call of the policy that answers the request `asked`, with the prompt `opened`. Returns a future of
         the call.
 
-        The call continues even if the client disconnects. A repeated request gets the earlier call while that is
-        sampled, and later if `ConversationTree.replayed` finds it. `body` identifies the request; `is_retry`: the
-        client marks the request as a retry; `mark`: the gateway's mark of the request.
+        The call continues even if the client disconnects. A repeated request gets the earlier call if this is being
+        sampled, or if `ConversationTree.replayed` finds it. `body` identifies the request; `is_retry`: the client marks
+        the request as a retry; `mark`: the gateway's mark of the request.
 
         Raises:
             Refused: the session has ended, or the prompt is too long.
@@ -308,7 +305,8 @@ class Session:
         return task
 
     def _sampling_of(self, asked: CallRequest) -> Sampling:
-        """The sampling parameters of a request; raises `Refused` if the buffer keeps no room for its supports."""
+        """The sampling parameters of a request. Raises `Refused` if the buffer has no room for the supports that they
+        need."""
         own = self._limits.sampling
         sampling, most = replace(own, **asked.truncation), max_support(own)
         if max_support(sampling) > most:
@@ -317,7 +315,7 @@ class Session:
         return sampling
 
     def opened(self, asked: CallRequest) -> PreparedCall:
-        """Match the prompt of the request `asked` with the calls so far; returns the call to make, with its prompt.
+        """Match the prompt of the request `asked` with the calls so far. Returns the call to make, with its prompt.
 
         Raises:
             Refused: the messages cannot be rendered.
@@ -337,8 +335,8 @@ class Session:
             raise Refused(400, "messages", "nested too deep") from error
 
     def note_refusal(self, refused: Refused, client: str, is_call: bool = True) -> None:
-        """Note that the endpoint refused a request of this session; each different refusal is logged once. `is_call`:
-        whether the request was one to the policy."""
+        """Record that the endpoint refused a request of this session. Each different refusal is logged once. `is_call`:
+        whether the request called the policy."""
         said = in_one_line(f"{refused.status} {refused} (client {client[:SHOWN]})".replace(self.key, "[key]"))
         if is_call:
             self.refused = "" if refused.code == TOO_LONG else said
@@ -370,13 +368,13 @@ class Session:
         reason: str = "",
         exit_code: int | None = None,
     ) -> None:
-        """End the session with the reward of its trajectory. A second `finish` with the same result changes nothing.
+        """End the session with the reward of its trajectory. A second call with the same result changes nothing.
 
-        `transcript`: the output of the agent's run, for people to read; of a long output the middle is left out.
-        `rewards`: further rewards, by the id of a call's reply or by the name of a role, whose newest call gets the
+        `transcript`: the output of the agent's run, for people to read; the middle of a long output is left out.
+        `rewards`: further rewards, by the id of a call's reply, or by the name of a role: its newest call gets the
         reward.
 
-        A value that is not allowed closes the session with the error as the reason, and the trajectory is lost.
+        If a value is not allowed, the session is closed with this error as the reason, and the trajectory is lost.
 
         Raises:
             Refused: the session was finished with another result, or is closed.
@@ -390,7 +388,7 @@ class Session:
             self.close(TrajectoryFailed(refused.reason, f"session.finish: {refused.detail}"))
 
     def end(self, outcome: Outcome, transcript: str) -> None:
-        """End the session as `finish` does; `transcript` is explained there.
+        """End the session; `transcript` as in `finish`.
 
         Raises:
             NotAllowed: the rewards are not allowed; the session stays open.
@@ -407,8 +405,8 @@ class Session:
         self._abandon_calls()
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the session without a reward; calls that are being sampled are abandoned. An error that is no
-        `TrajectoryFailed` ends this process, so that another generator continues the session."""
+        """End the session without a reward, and abandon calls that are being sampled. An error that is no
+        `TrajectoryFailed` ends this process; then another generator continues the session."""
         if self.state != "open":
             return
         if error is None:
@@ -428,7 +426,7 @@ class Session:
             task.cancel()
 
     async def _call(self, opened: PreparedCall, body: str, sampling: Sampling, reserved: int) -> AgentCall:
-        """Sample a call for which `reserved` tokens are reserved; any failure ends the session."""
+        """Sample a call, for which `reserved` tokens are reserved. Any failure ends the session."""
         try:
             if self.calls_again is not None and await self.calls_again([self.trajectory]):
                 self.calls_again = None
@@ -441,7 +439,7 @@ class Session:
                 self._cut = StopReason.STOP
                 self._sink.append(self._step(call, generation))
                 if not await self._sink.accepted(self.trajectory):
-                    raise TrajectoryFailed(StopReason.ABORT, "the buffer takes no more of it")
+                    raise TrajectoryFailed(StopReason.ABORT, "the buffer accepts no more steps of it")
         except TrajectoryFailed as failed:
             self.close(failed)
             raise Refused(502, None, f"the session is closed: {failed.reason}") from failed
@@ -451,7 +449,7 @@ class Session:
         return call
 
     def _step(self, call: AgentCall, generation: Generation) -> Step:
-        """Make the step of a call, which extends an earlier step."""
+        """Make the step of a call. It may extend an earlier step."""
         response, extends = call.response, self.tree.reference(call)
         n_shared = extends.length if extends is not None else 0
         own_ids = call.carried_ids if call.parent is not None else call.carried_ids[n_shared:]

@@ -1,11 +1,11 @@
-"""The sessions of a generator by their keys: the open sessions, and the sessions that ended most recently, even if they
-ended before the generator restarted.
+"""The sessions of a generator by their keys: the open sessions, and the sessions that ended last. A restarted generator
+still knows the latter.
 
     finish(body) --> trajectory's end in the journal --> note the body in the file --> 200
     finish with the noted body again: 200; with another body: 409
 
-If the generator dies before the note is in the file, the next generator opens the session again. But if the buffer
-already has the trajectory's end, or gave the trajectory up, no generator knows the session: all answer 401, and the
+If the generator dies before the note is in the file, the next generator opens the session again. It does not if the
+buffer has the trajectory's end, or gave the trajectory up. Then no generator knows the session: all answer 401, and the
 gateway answers 409.
 """
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 KEY_BYTES = 16
 EVALUATION = "eval-"
-"""Begins the names of the sessions of an evaluation, which the buffer does not know."""
+"""Names of an evaluation's sessions begin with it. The buffer does not know these sessions."""
 MAX_ENDED = 4096
 """Maximum number of ended sessions that are remembered."""
 
@@ -40,17 +40,17 @@ class EndedSession(NamedTuple):
     key: str
     """The digest of the session's key."""
     body: str
-    """The digest of the body with which a client finished the session; empty if no client did."""
+    """The digest of the body of the request that finished the session; empty if no request did."""
 
 
 class Sessions:
-    """The open sessions, and the sessions that ended most recently. A key that was never issued has no entry."""
+    """The open sessions, and the sessions that ended last. A key that was never issued has no entry."""
 
     def __init__(self, file: Path | None = None) -> None:
-        """`file`: the file of ended sessions, one line for each. Without a file, or if this host lacks its folder,
-        ended sessions are forgotten when the process ends."""
+        """`file`: the file of ended sessions, with one line for each. Without a file, or if the file's folder is not on
+        this host, ended sessions are forgotten when the process ends."""
         self._open: dict[str, Session] = {}
-        """Open sessions by name; `_ended` is by name too."""
+        """Open sessions by name."""
         self._ended: dict[str, EndedSession] = {}
         self._names: dict[str, str] = {}
         """Names by the digest of the key, so that the duration of a look-up reveals nothing about the keys."""
@@ -78,7 +78,7 @@ class Sessions:
         return {"calling": 0, "idle": 0, **open_ones, **self.counts}
 
     def oldest(self) -> dict[str, float]:
-        """Seconds for which the oldest open session has been open, by what it waits for as in `by_state`."""
+        """The age in seconds of the oldest open session in each state of `by_state`."""
         ages = [(session.waits_for, session.age) for session in self.open()]
         return {state: max((age for of, age in ages if of == state), default=0.0) for state in ("calling", "idle")}
 
@@ -89,8 +89,9 @@ class Sessions:
         self._names[_digest(session.key)] = session.name
 
     def remove(self, session: Session) -> None:
-        """Close a session, if it is open, and remove it with its tokens. Unless another generator continues it, its end
-        is remembered and, if the buffer has recorded it, the digest of the body with which a client finished it."""
+        """Close a session, if it is open, and remove it with its tokens. Its end is remembered, except if another
+        generator continues it. If the buffer has recorded the end, so is the digest of the body that finished the
+        session."""
         session.close()
         self.counts[session.state] += 1
         del self._open[session.name]
@@ -103,7 +104,7 @@ class Sessions:
         return [session for session in self._open.values() if session.state == "open"]
 
     def find(self, key: str) -> Session:
-        """The session with this key; it may have ended a moment ago.
+        """The session with this key. It may have ended a moment ago.
 
         Raises:
             Refused: 401 for an unknown key, 409 for the key of a session that ended.
@@ -114,15 +115,15 @@ class Sessions:
             return session
         if found in self._ended:
             raise Refused(409, None, "the session has ended")
-        raise Refused(401, None, "the key is that of no session", "invalid_api_key")
+        raise Refused(401, None, "no session has this key", "invalid_api_key")
 
     def asked(self, session: Session, body: str) -> None:
-        """Remember the digest of the body with which a client finishes a session, until the session is removed."""
+        """Remember, until the session is removed, the digest of the body with which a client finishes it."""
         self._keep(EndedSession(session.name, _digest(session.key), body))
 
     def finished(self, session: Session, body: str) -> None:
-        """Record that a session has ended. `body` is the digest of the body with which a client finished the session;
-        it is empty if no client did."""
+        """Record that a session has ended. `body`: the digest of the body with which a client finished it; empty if no
+        client did."""
         ended = EndedSession(session.name, _digest(session.key), body)
         self._keep(ended)
         try:
@@ -137,7 +138,7 @@ class Sessions:
             self._file = None
 
     def finished_with(self, key: str) -> str:
-        """The digest of the body with which a client finished the session with this key; empty if none did."""
+        """The digest of the body with which a client finished the session with this key; empty if no client did."""
         ended = self._ended.get(self._names.get(_digest(key), ""))
         return "" if ended is None else ended.body
 

@@ -63,7 +63,7 @@ class Trial:
         print(f"export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}", flush=True)
         while not (await asyncio.wait({self.session.ended}, timeout=CHECK_SECONDS))[0]:
             await check()
-        self.session.recorded.set_result(True)  # who finished it gets an answer
+        self.session.recorded.set_result(True)  # so that `finish` is answered
         calls, trained = self.session.tree.calls, self._agents.trained
         roles = roles_of(calls)
         print("\nat the end:", *map(told, calls, roles), sep="\n")
@@ -76,7 +76,7 @@ class Trial:
             self.session.ended.result()
 
     def append(self, *step: Any, **columns: Any) -> None:
-        """Print the newest call, with the role that it would have if its reply were delivered and no call followed."""
+        """Print the newest call, with its role if the client gets the reply and makes no other call."""
         *before, call = self.session.tree.calls
         print(told(call, roles_of([*before, replace(call, delivered=True)])[-1]), flush=True)
 
@@ -84,7 +84,7 @@ class Trial:
         """Do nothing: no buffer receives the trajectory."""
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Whether the trajectory's steps were accepted: always, because no buffer can refuse them."""
+        """Whether the trajectory's steps were accepted: always True, because there is no buffer."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""`baton agent-try`: serves the agents' endpoint without a run, to see which tokens of an agent could be trained on."""
+"""`baton agent-try`: serves the endpoint for agents without a run, to show which of their tokens would be trained."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 ABOUT = """\
-Serve the endpoint for agents alone, without a run: an agent's calls are printed as they come, with their roles, and at
-the end which of their tokens would be trained. Ctrl-C ends the trial.
+Serve the endpoint for agents alone, without a run. Each call of an agent is printed with its role, and at the end the
+number of tokens that would be trained. Ctrl-C ends the trial.
 """
 EXAMPLES = """\
 examples:

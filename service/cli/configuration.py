@@ -52,8 +52,7 @@ def show(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Check a configuration and the files that it names; prints a note for a missing file, which another machine may
-    have."""
+    """Check a configuration and the files that it names. Prints a note if only this machine may lack a file."""
     from service.config.checks import check
     from service.config.core_settings import advantage_rule
     from service.config.load import checked_config
@@ -108,8 +107,8 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _estimates(config: Config) -> list[str]:
-    """Lines with the GPU, the weights' type, and the GPU memory that the configuration needs, if the model is on this
-    machine; `UserError` if it is too large for known GPUs or the bounds of the buffer, or no engine can run it."""
+    """Lines with the GPU, the weights' type and the needed GPU memory, if the model is on this machine. `UserError` if
+    the model is too large for known GPUs, the limits of the buffer are too small for it, or no engine can run it."""
     from service.config.checks import check_bytes
     from service.model_folder import is_model_folder
     from service.plan.engine import check_engine

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError(f"{useless[0]}: an export depends on settings of the section model only; leave it out")
     target = eval_target(arguments.path)
     if target.run is None:
-        raise UserError(f"{arguments.path}: a model of no run; give a run, or a checkpoint of one")
+        raise UserError(f"{arguments.path}: a model of no run; give a run, or a checkpoint of a run")
     model = load(target.settings, overrides).config.model
     if arguments.adapter and model.lora is None:  # printed before torch is loaded
         raise UserError(

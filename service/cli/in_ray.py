@@ -10,8 +10,8 @@ from service.errors import UserError
 
 
 def in_ray(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Run the command `arguments.name`; returns the exit code. `UserError` if another package named `actors` comes
-    before Baton's."""
+    """Run the command `arguments.name`. Returns the exit code. `UserError` if Python finds another package named
+    `actors` before Baton's."""
     found, beside = find_spec("actors"), Path(__file__).parents[2] / "actors" / "__init__.py"
     if found is None or found.origin is None or Path(found.origin).resolve() != beside.resolve():
         other = "is missing" if found is None else f"is {found.origin or 'a folder without __init__.py'}"

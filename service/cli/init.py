@@ -70,5 +70,5 @@ def write_task(folder: Path) -> list[str]:
     sources = sorted(path for path in template.iterdir() if path.suffix in SUFFIXES)
     for source in sources:
         (folder / source.name).write_text(source.read_text("utf-8").replace(PLACEHOLDER, name), "utf-8")
-    (folder / ".gitignore").write_text("runs/\nmodels/\n", "utf-8")  # Ray uploads a job's folder without these
+    (folder / ".gitignore").write_text("runs/\nmodels/\n", "utf-8")  # not uploaded by Ray with a job's folder
     return [".gitignore", *(source.name for source in sources)]

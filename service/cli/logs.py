@@ -16,8 +16,8 @@ from service.run.phases import say
 from service.run.records.log_file import SUFFIX
 
 ABOUT = """\
-Print the newest lines of a run's logs in the order of their times; with --follow, part by part, and go on with the
-lines that come until Ctrl-C. The parts are the driver, the metrics-hub, the buffer, and every generator
+Print the newest lines of a run's logs in the order of their times. With --follow, print them part by part, then new
+lines until Ctrl-C. The parts are the driver, the metrics-hub, the buffer, and every generator
 (generator-0, ...) and trainer rank (trainer-0, ...). The files are plain text: logs/PART.log in a run.
 """
 
@@ -29,7 +29,7 @@ examples:
 """
 
 HEADING = re.compile(r"==> (.+)\.log <==\n")
-"""Matches the line that `tail` prints before lines of another file; each line of a log begins with a time."""
+"""Matches the heading that `tail` prints before lines of another file. (A log's own lines begin with a time.)"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -46,9 +46,9 @@ examples:
 
 
 class Command(NamedTuple):
-    """A command of `baton`, and the module that implements it, with ABOUT, EXAMPLES, `add_arguments(parser)` and
-    `run(arguments, overrides)`; without `run`, its subcommands' functions are defaults of their parsers (`command`), or
-    the function is in `actors.driver.commands`."""
+    """A command of `baton`, and the module that implements it. The module has ABOUT, EXAMPLES, `add_arguments(parser)`
+    and `run(arguments, overrides)`. If it has no `run`, the function is a default of its subcommand's parser
+    (`command`), or is in `actors.driver.commands`."""
 
     name: str
     summary: str
@@ -67,7 +67,7 @@ COMMANDS = (
     Command("config", "show or check a configuration, or print its schema", "service.cli.configuration"),
     Command("status", "what a run is doing now, or how it ended", "service.cli.status"),
     Command("logs", "what the parts of a run print", "service.cli.logs"),
-    # Optional commands: if the line and the folder of one are removed, everything else works.
+    # Optional commands: without a command's line and folder, everything else works.
     Command("plan", "whether a configuration fits, and how long a step may take", "service.plan.plan_command", True),
     Command("trace", "write a run's timeline: who did what when", "service.trace.trace_command"),
     Command("trajectories", "show what the policy wrote in a run", "service.trace.trajectories_command"),
@@ -75,11 +75,11 @@ COMMANDS = (
 )
 
 OTHER_NAMES = {"train": "run", "start": "run", "resume": "run --resume RUN", "validate": "config validate"}
-"""Baton's commands, by the names that users may expect from other systems."""
+"""Names of commands in other systems, with Baton's name of each."""
 
 WITH_SETTINGS = {command.name for command in COMMANDS if command.has_settings} | {"config", "export", "quickstart"}
 WITHOUT_SETTINGS = ("trajectories", "status")
-"""Commands in which a word with `=` is not a setting but, for example, the id of a trajectory
+"""Commands in which a word with `=` is no setting, but for example a trajectory's id
 (`group=812/sample=3/attempt=0`)."""
 
 _DASHED = re.compile(r"--[A-Za-z_]\w*(\.[\w-]+)+(=.*)?", re.DOTALL)
@@ -156,7 +156,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _from_home(word: str) -> str:
-    """The word with `~` replaced by the home folder where the shell has not done so, as in `--output=~/run.json`."""
+    """The word with `~` replaced by the home folder if the shell has left it, as in `--output=~/run.json`."""
     option, equals, path = word.rpartition("=")
     return f"{option}{equals}{os.path.expanduser(path)}"
 
@@ -166,7 +166,7 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)
-        if unknown:  # named here, by the parser of the subcommand
+        if unknown:  # the parser of the subcommand refuses them here
             options = re.findall(r"--[\w-]+", self.format_usage())
             near = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
             self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f" (did you mean {near[0]}?)" if near else ""))

@@ -15,7 +15,7 @@ def recipes() -> Path:
 
 
 def config_file(word: str) -> Path:
-    """The file that `--config` names; if there is no such file, the recipe `configs/NAME.yaml`."""
+    """The file that `--config` names, or, if there is no such file, the recipe `configs/NAME.yaml`."""
     path = Path(word)
     if path.parent == Path("configs") and not path.exists() and (recipes() / path.name).is_file():
         return recipes() / path.name

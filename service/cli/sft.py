@@ -10,8 +10,8 @@ one conversation a row:
 
     {"messages": [{"role": "user", "content": "2 + 3 ?"}, {"role": "assistant", "content": "5"}]}
 
-Every message of the assistant is learned, the others are only read. The tokens are those that `baton run` would build
-from the same messages, and the rows are packed as there.
+Every message of the assistant is learned; other messages are only read. Tokens and packed rows are the same as
+`baton run` would build from the messages.
 """
 
 EXAMPLES = """\

@@ -1,5 +1,5 @@
-"""`baton status`: finds the run that a user names, and shows its `/status` document or, if the run has ended, its
-summary. Because it is used often, it loads neither NumPy nor pydantic."""
+"""`baton status`: finds the run that a user names, and shows its `/status` document, or its summary if the run has
+ended. To start fast, it loads neither NumPy nor pydantic."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def run_status(target: str, runs: Path = RUNS) -> Status:
-    """The status of a run, or `{"folder": ..., "summary": ...}` if it has ended; `UserError` if it neither answers nor
-    has a summary."""
+    """The status of a run, or `{"folder": ..., "summary": ...}` if it has ended. `UserError` if it does not answer and
+    has no summary."""
     folder = find_run(target, runs)
     if folder is None:
         return fetch_status(_address(target, runs))
@@ -85,7 +85,7 @@ def run_status(target: str, runs: Path = RUNS) -> Status:
         served = status["run"].get("folder") if isinstance(status.get("run"), dict) else None
         if not isinstance(served, str) or Path(served) == folder.resolve():
             return status
-        raise UserError(f"{folder}: this run does not answer; at its address answers {served}")
+        raise UserError(f"{folder}: this run does not answer; its address belongs to {served} now")
     except UserError as error:
         if summary is None and (not is_locked(folder) or not (folder / ADDRESS).exists()):
             raise UserError(_no_address(folder)) from error
@@ -115,7 +115,8 @@ def _address_in(folder: Path) -> str:
 
 
 def fetch_status(address: str) -> Status:
-    """The status document that a server at `address` serves; `UserError` if none answers, or with something else."""
+    """The status document that a server at `address` serves. `UserError` if no server answers, or its answer is no
+    status."""
     try:
         status = json.loads(_fetched(f"{address}/status"))
     except urllib.error.HTTPError as error:

@@ -1,5 +1,4 @@
-"""The `/status` document as lines for a terminal: a line for each part of the data flow, and for everything that
-waits."""
+"""Shows the `/status` document on a terminal: a line for each part of the data flow, and for each wait."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ ODD = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, Recu
 
 
 def status_lines(status: Status, width: int | None = None) -> list[str]:
-    """The lines about a running or an ended run, wrapped to `width` columns; `UserError` if the document has not the
-    form of this version's."""
+    """The lines about a running or an ended run, wrapped to `width` columns. `UserError` if the document does not have
+    the form of this version."""
     try:
         return _lines(status, width)
     except ODD as error:
@@ -91,7 +90,7 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
     for wait in status["waits"]:
         detail = f": {wait['detail']}" if wait["detail"] else ""
         what = f"{wait['reason']}{detail}"
-        # a generator's claim waits while the generator continues its open groups
+        # a claim may wait while its generator plays open groups
         what = f"one more group ({what})" if wait["who"].startswith("generator") else what
         yield "waits", f"{wait['who']} for {what}, {duration(now - wait['since'])}"
     if silent := [actor["ident"] for actor in status["actors"] if actor["state"] != "up"]:

@@ -1,4 +1,4 @@
-"""The configuration of a run: one tree of settings that is read from YAML files and dotted overrides; unknown keys are
+"""The configuration of a run: one tree of settings, read from YAML files and dotted overrides. Unknown keys are
 refused."""
 
 from service.config.checks import check

@@ -29,13 +29,13 @@ LOSSES = (
 
 def check(config: Config, source: ConfigSource | None = None, unused: tuple[str, ...] = ()) -> None:
     """Raises `ConfigError` with a line for each combination of settings that cannot work, and the place in `source`
-    that set it. Errors about settings with a prefix in `unused`, which are not used, are left out."""
+    that set it. Errors about unused settings are left out: `unused` has the prefixes of their names."""
     _refuse((problem for problem in problems(config) if not problem.startswith(unused)), source)
 
 
 def check_bytes(config: Config, expert_bytes: int) -> None:
-    """Raises `ConfigError` with each limit of memory and of the journal that is too small. `expert_bytes`: bytes of the
-    recorded expert numbers of one token."""
+    """Raises `ConfigError` with a line for each limit of memory or of the journal that is too small. `expert_bytes`:
+    bytes of the recorded expert numbers of one token."""
     _refuse(_bytes(config, expert_bytes))
 
 
@@ -106,7 +106,7 @@ def _evaluation(config: Config) -> Iterator[str]:
     if every % sync_every:
         yield (
             f"data.eval_every: {every} is no multiple of weights.sync_every ({sync_every}): the engines would be "
-            "evaluated on older weights than those of the step"
+            "evaluated with older weights than the step's"
         )
 
 
@@ -128,10 +128,10 @@ def _agents(config: Config) -> Iterator[str]:
 def _roles(config: Config) -> Iterator[str]:
     for name, role in config.roles.items():
         if name == Role.MAIN:
-            yield f"roles.{name}: is there in every run and always trained; give the further role another name"
+            yield f"roles.{name}: is in every run and always trained; give your role another name"
         elif name in ROLES:
             kinds = ", ".join(ROLES)
-            yield f"roles.{name}: is the name of a kind of an agent's calls, as are {kinds}; give another name"
+            yield f"roles.{name}: is reserved for calls of agents, as are {kinds}; give another name"
         if role.mode != "frozen" and (role.url or role.model or role.key_file):
             yield (
                 f"roles.{name}: url, model and key_file are those of another model, but with mode={role.mode} "
@@ -166,7 +166,7 @@ def _words(config: Config) -> Iterator[str]:
         yield from _scoring_function(score, env.trusted_modules)
     for name in env.variables:
         if name in OWN_VARIABLES:
-            yield f"env.variables.{name}: leads each run to its own session, so it is not yours to set; remove it"
+            yield f"env.variables.{name}: is set by Baton, to the session of each run; remove it"
 
 
 def _scoring_function(score: str, trusted_modules: Iterable[str]) -> Iterator[str]:
@@ -222,7 +222,7 @@ def _scorers(config: Config) -> Iterator[str]:
             yield f"{path}: url and model give log-probabilities and no rewards; set kind=teacher, or use"
         if teaches and scorer.url is not None and scorer.tokenizer is None:
             yield (
-                f"{path}.tokenizer: is not set, so nobody could see whether the teacher at the address reads the same "
+                f"{path}.tokenizer: is not set, so it is unknown whether the teacher at the address reads the same "
                 "token ids; give the folder of its tokenizer"
             )
 
@@ -243,7 +243,7 @@ def _staleness(config: Config) -> Iterator[str]:
 
 
 def _bytes(config: Config, expert_bytes: int = 0) -> Iterator[str]:
-    """The refused bounds of memory and journal; `expert_bytes` is known once the model has been read."""
+    """The limits of memory and journal that are too small. `expert_bytes` is known once the model has been read."""
     buffer, samples, size = config.buffer, config.algorithm.n_samples_per_prompt, config.trainer.mini_batch_size
     worst = worst_bytes(config, expert_bytes)
     one_turn = samples * (worst.step + ITEM_BYTES)
@@ -274,7 +274,7 @@ def _bytes(config: Config, expert_bytes: int = 0) -> Iterator[str]:
 
 def _estimator(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    # Whether a module of the user registers a name is known only when the module is imported.
+    # Only the import of a user's module shows which names it registers.
     for name, known in (("estimator", (*GROUP_ESTIMATORS, "gae")), ("loss", LOSSES)):
         if wrong := malformed_name(name, getattr(algorithm, name), known):
             yield f"algorithm.{name}: {wrong}"

@@ -1,4 +1,4 @@
-"""Makes the settings for the parts of the core (`service.handoff`) from a configuration.
+"""Makes the settings of the core (`service.handoff`) from a configuration.
 
 The core does not import the configuration. Its parts get the immutable settings that these functions return.
 """
@@ -20,19 +20,19 @@ from service.types import max_support
 from service.user_code import registered
 
 ANY_VOCABULARY = 1 << 31
-"""Size of the vocabulary to give if token ids need no check because they were checked before."""
+"""A vocabulary size with which all token ids pass, for ids that were checked before."""
 
 
 def advantage_rule(config: Config) -> Rule:
-    """How rewards become advantages; of an estimator `module:name` the module is imported, and `ConfigError` says what
-    is missing."""
+    """The rule by which rewards become advantages. For an estimator `module:name` the module is imported; `ConfigError`
+    says what is missing."""
     of = config.algorithm
     registered("algorithm.estimator", "estimator", of.estimator, ESTIMATORS)
     return Rule(of.estimator.rpartition(":")[2], of.returns, of.credit, of.gamma, tuple(config.roles))
 
 
 def batch_settings(config: Config) -> BatchSettings:
-    """The settings with which groups are made into mini-batches; `ConfigError` if the estimator is unknown."""
+    """The settings with which mini-batches are formed from groups. `ConfigError` if the estimator is unknown."""
     return BatchSettings(
         ranks=config.trainer.batch_parts,
         token_budget=config.trainer.tokens_of_micro_batch,
@@ -45,7 +45,7 @@ def batch_settings(config: Config) -> BatchSettings:
 
 
 def filter_settings(config: Config) -> FilterSettings:
-    """The settings of the filters of complete groups, also the return above which the curriculum counts a success;
+    """The settings of the filters of complete groups, and the return above which the curriculum counts a success.
     `ConfigError` if the estimator is unknown."""
     algorithm, curriculum = config.algorithm, config.data.curriculum
     return FilterSettings(

@@ -1,4 +1,4 @@
-"""Refuses arguments of vLLM's engines that Baton sets itself, or with which a run would train wrongly. All others in
+"""Refuses arguments of vLLM's engines that Baton sets itself, or with which a run would train wrongly. All other
 `generator.engine_options` are passed on; vLLM checks them when an engine starts."""
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def refusals(options: Mapping[str, Any]) -> Iterator[str]:
 
 @cache
 def installed_names() -> tuple[str, ...]:
-    """The names of the engine arguments of the installed vLLM, read from its source without importing it; empty if vLLM
-    is not installed."""
+    """The names of the engine arguments of the installed vLLM, read from its source without an import; empty if vLLM is
+    not installed."""
     found = find_spec("vllm")
     if found is None or found.origin is None:
         return ()

@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field
 from service.config.section import MOST, Band, Count, Decay, Fraction, NotNegative, Positive, Seconds, Section
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""A linear layer inside a decoder layer. The embedding and the output head are not allowed: an adapter would make tied
-weights differ, and engine and trainer would disagree on log-probabilities."""
+"""A linear layer inside a decoder layer. The embedding and the output head are not allowed: they may be tied, and an
+adapter would make their weights differ, so engine and trainer would disagree on log-probabilities."""
 
 LINEAR: tuple[Target, ...] = get_args(Target)
 ATTENTION = LINEAR[:4]
@@ -36,7 +36,7 @@ class LoraConfig(Section):
 
     @property
     def slot_rank(self) -> int:
-        """Rank of the adapter slot with which the engine is started: the smallest one in `SLOT_RANKS` that is at least
+        """Rank of the adapter slot with which the engine is started: the smallest of `SLOT_RANKS` that is at least
         `rank`."""
         return next(rank for rank in SLOT_RANKS if rank >= self.rank)
 
@@ -53,7 +53,7 @@ class CorrectionConfig(Section):
     """Multiply the loss of a token by a ratio truncated at `truncate_at` (TIS): the token's (`token`), or the product
     over its trajectory (`sequence`)."""
     truncate_at: Annotated[float, Field(gt=0)] = 2.0
-    """Upper bound of that ratio."""
+    """Upper bound of the ratio."""
     token_band: Band | None = None
     """Mask tokens whose ratio is outside the band (IcePop; with a lower end of 0: masked importance sampling)."""
     sequence_band: Band | None = None
@@ -61,7 +61,7 @@ class CorrectionConfig(Section):
     geometric_band: Band | None = None
     """Mask trajectories whose geometric mean of ratios is outside the band."""
     outlier_band: Band | None = None
-    """Mask trajectories of which any token's ratio is outside the band."""
+    """Mask trajectories with any token's ratio outside the band."""
 
     @property
     def is_on(self) -> bool:
@@ -104,10 +104,10 @@ class AlgorithmConfig(Section):
     """Rewards of a turn's advantage: the trajectory's return, or the rewards from this turn on (`return_to_go`; needs
     `returns: sum`). See docs/credit.md."""
     filter_zero_variance: bool = False
-    """Replace groups whose returns are equal but for rounding; with credit by turn, whose advantages are all 0."""
+    """Replace groups with equal returns (but for rounding); with credit by turn, groups whose advantages are all 0."""
     filter_over_long: Fraction | None = None
-    """Replace groups of whose trajectories more than this fraction ended at a length limit (`length`, `truncated`);
-    None: off."""
+    """Replace groups if more than this fraction of their trajectories hit a length limit (`length`, `truncated`); None:
+    off."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount factor per turn, with credit by turn."""
     loss: str = "ppo_clip"
@@ -124,8 +124,7 @@ class AlgorithmConfig(Section):
     norm_tokens: Positive | None = None
     """For `seq_mean_token_sum_norm`: the divisor, in tokens; None: max_input_length + max_generate_length."""
     anchor: Literal["rollout", "proximal"] = "rollout"
-    """Policy in the denominator of the clipped ratio: the one that sampled the token, or frozen weights
-    (`proximal`)."""
+    """Policy in the denominator of the clipped ratio: the sampler of the token, or frozen weights (`proximal`)."""
     anchor_every: Positive = 1
     """For `proximal`: optimizer steps after which the frozen weights are taken again."""
     correction: CorrectionConfig = CorrectionConfig()
@@ -170,8 +169,8 @@ class TrainerConfig(Section):
     """Norm to which a larger gradient is scaled down."""
     gradient_checkpointing: bool | Annotated[int, Field(ge=2, le=MOST)] | Literal["auto"] = "auto"
     """Keep only the inputs of layers and compute the rest again in the backward pass. true: in all layers; n: in every
-    n-th layer; auto: in none, but if memory is too small for the largest micro-batch, which ranks on GPUs try when they
-    load, in half of the layers, then in all."""
+    n-th layer; auto: in none. On GPUs, ranks try the largest micro-batch when they load: if memory is too small, `auto`
+    takes half of the layers, then all."""
     shard_within: Literal["all", "node"] = "all"
     """Shard the policy over all ranks, or within each node (`node`): nodes exchange only gradients, but each rank holds
     more."""
@@ -228,8 +227,8 @@ class WeightsConfig(Section):
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """KV cache of running requests at an update: compute it again with the new weights, or keep it."""
     sync_deadline: Seconds = 300.0
-    """Seconds in which an engine must have loaded new weights, and one more for each 100 MB; a later one restarts."""
+    """Seconds in which an engine must load new weights, plus 1 for each 100 MB; a late engine restarts."""
     verify: bool = False
-    """Let the run fail if engine and trainer give different log-probabilities to more than a tenth of the newest
-    policy's tokens in several successive steps: by more than 0.1 nats in bfloat16, and in float32 by more than 0.01 on
-    a GPU or 0.001 on a CPU."""
+    """Let the run fail if engine and trainer disagree on the log-probabilities of more than a tenth of the newest
+    policy's tokens in several successive steps: by more than 0.1 nats in bfloat16; in float32, 0.01 on a GPU or 0.001
+    on a CPU."""

@@ -1,4 +1,4 @@
-"""Loads a `Config` from files and overrides; an error message gives the place, the key and the likely correction."""
+"""Loads a `Config` from files and overrides. An error message gives the place, the key and the likely correction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from service.config.tree import Config
 from service.errors import ConfigError, UserError
 
 BOUNDS = {"gt", "ge", "lt", "le", "multiple_of"}
-"""Pydantic's names of bounds. If a value fits no type of a union, an error about a bound is preferred to one about a
+"""Pydantic's names of bounds. If a value fits no type of a union, an error about a bound comes before an error about a
 type."""
 KINDS = {
     "string_type": "must be text, not {shown} (write it in quotes inside the value: '\"{shown}\"')",
@@ -33,7 +33,7 @@ KINDS = {
     "int_parsing_size": "must be a smaller number, not {shown}",
     "tuple_type": "is a list, not {shown}; write [{value}]",
 }
-"""The error message about a value of another kind, by pydantic's name of the error."""
+"""By pydantic's name of an error: the message about a value of the wrong type."""
 
 INPUT = "Input should be "
 """The beginning of most error messages of pydantic."""
@@ -74,8 +74,8 @@ def load(files: Sequence[Path], overrides: Sequence[str] = (), with_rules: bool 
 
 
 def checked_config(arguments: argparse.Namespace, overrides: list[str], is_checked: bool = True) -> Loaded:
-    """Load and check the configuration that a command line gives, with the place where each value was set; `UserError`
-    if it is missing or wrong. `is_checked`: also the settings together."""
+    """Load and check the configuration that a command line gives, with the place where each value was set. `UserError`
+    if it is missing or wrong. `is_checked`: whether combinations of settings are checked too."""
     no_more_words(arguments)
     if not arguments.config:
         raise UserError("give a configuration: --config FILE (such as --config configs/quickstart.yaml)")
@@ -86,14 +86,14 @@ def checked_config(arguments: argparse.Namespace, overrides: list[str], is_check
 
 
 def no_more_words(arguments: argparse.Namespace) -> None:
-    """Raises `UserError` if a word of a command line is neither an argument nor a setting."""
+    """Raises `UserError` if a word of a command line is no argument and no setting."""
     if arguments.overrides:
         word = arguments.overrides[0]
         hint = f"; did you mean --config {word}?" if word.endswith((".yaml", ".yml")) else ""
-        if word.endswith(("}", "]", ",")):  # the shell has cut a value at its spaces
+        if word.endswith(("}", "]", ",")):  # the shell has split a value at its spaces
             hint = "; put quotes around a setting that has spaces: 'section.key={KEY: value}'"
         elif "=" in word:  # for example the label of a host
-            hint = "; a key with other signs than letters, digits and _ goes into braces: 'section.key={KEY: value}'"
+            hint = "; a key with characters other than letters, digits, _ goes into braces: 'section.key={KEY: value}'"
         raise UserError(f"{word!r}: not of the form section.key=value{hint}")
 
 
@@ -115,8 +115,7 @@ def key_paths(model: type[BaseModel] = Config, prefix: KeyPath = ()) -> list[Key
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class in the type of a field, such as `Section` or `Section | None`; None if the field is a single
-    setting."""
+    """The section class in a field's type, such as `Section | None`; None if the field is a single setting."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType):
@@ -155,7 +154,7 @@ def _tree_path(detail: ErrorDetails, source: ConfigSource) -> KeyPath:
 
 
 def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
-    """What is wrong with the value at a path; for a union, all allowed kinds, or the bound that the value violates."""
+    """What is wrong with the value at a path. For a union: all allowed types, or the bound that the value violates."""
     details = [detail for detail in details if detail["type"] != "too_short"] or details  # its members are wrong
     details = [detail for detail in details if BOUNDS & detail.get("ctx", {}).keys()][:1] or details
     kind, value, context = details[0]["type"], details[0]["input"], details[0].get("ctx", {})
@@ -166,7 +165,7 @@ def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
         return "is not set, and has no default" if isinstance(value, Mapping) else f"{shown} has too few values"
     if kind in KINDS and len(details) == 1:
         return KINDS[kind].format(shown=shown, value=plain(str(value)))
-    if kind == "value_error":  # a validator of Baton's has written the whole text
+    if kind == "value_error":  # one of Baton's validators wrote the whole text
         return f"{context['error']}, not {shown}"
     if (pattern := context.get("pattern")) in PATTERNS:
         return f"{shown} must {PATTERNS[pattern]}"
@@ -187,7 +186,7 @@ def _wanted(detail: ErrorDetails) -> str:
 
 
 def _nearest_key(path: KeyPath, value: Any) -> str:
-    """A hint for an unknown key: a similar key of the section, or of another section, or the section's keys."""
+    """A hint for an unknown key: a similar key, of this section or another one; else the section's keys."""
     if path[:-1] == ("generator",) and (why := refusal(path[-1])) is not None:
         return f": {why}"
     siblings = _keys_of(path[:-1])

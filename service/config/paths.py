@@ -25,15 +25,15 @@ ADDRESS = re.compile(rf"{HUB}(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?
 class _Problem(NamedTuple):
     line: str
     is_missing: bool = False
-    """Whether this machine lacks a file, a program or a module that another machine may have."""
+    """Whether only this machine lacks it: a file, a program or a module that another machine may have."""
 
 
 def check_paths(config: Config, here: bool = True) -> list[str]:
-    """Raises `UserError` if a file, folder, program, module or package that the configuration names or needs is missing
-    or of the wrong kind, or the model in `model.path` cannot be trained.
+    """Raises `UserError` if a file, folder, program, module or package that the configuration needs is missing or of
+    the wrong kind, or if the model in `model.path` cannot be trained.
 
-    `here`: whether the configuration is to run on this machine. If not, what this machine lacks, and another may have,
-    is returned instead, a line for each."""
+    `here`: whether the run is to be on this machine. If not, a thing that this machine lacks is no error: the function
+    returns a line about it."""
     problems = list(_problems(config))
     if lines := [problem.line for problem in problems if here or not problem.is_missing]:
         raise UserError("\n".join(lines))
@@ -41,13 +41,13 @@ def check_paths(config: Config, here: bool = True) -> list[str]:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """The configuration with absolute paths, because other nodes have another current folder; `run.dir` is not
+    """The configuration with absolute paths, because other nodes have another current folder. `run.dir` is not
     changed."""
     return config.model_copy(update={name: _with_paths(part, Path.absolute) for name, part in config if name != "run"})
 
 
 def hub_addresses(config: Config) -> list[tuple[str, Named, Path]]:
-    """For each path setting that is an address on a model hub: (name of the setting, its mark `Named`, address)."""
+    """For each path setting with an address on a model hub: (name of the setting, its mark `Named`, address)."""
     return [found for found in paths(config) if is_on_hub(found[2])]
 
 
@@ -95,7 +95,7 @@ def _problems(config: Config) -> Iterator[_Problem]:
 
 
 def paths(value: Any, setting: str = "", marks: Iterable[Any] = ()) -> Iterator[tuple[str, Named, Path]]:
-    """For each path below `value` whose setting has the mark `Named`: (name of the setting, mark, path). The mark says
+    """For each path in `value` whose setting has the mark `Named`: (name of the setting, mark, path). The mark says
     what the path names."""
     if isinstance(value, Path):
         yield from ((setting, mark, value) for mark in marks if isinstance(mark, Named))
@@ -109,7 +109,7 @@ def paths(value: Any, setting: str = "", marks: Iterable[Any] = ()) -> Iterator[
 
 
 def _marks(annotation: Any) -> Iterator[Any]:
-    """All annotations of a type, at any depth, as in `dict[str, Dataset] | None`."""
+    """All annotations in a type, at any depth, such as the mark of `Dataset` in `dict[str, Dataset] | None`."""
     yield from getattr(annotation, "__metadata__", ())
     for inner in get_args(annotation):
         yield from _marks(inner)
@@ -147,7 +147,7 @@ def _module_problems(config: Config) -> Iterator[_Problem]:
 
 
 def _on_hub(named: Named, path: Path) -> str:
-    """In brackets, the address on a hub that a missing path seems to mean, without its prefix; otherwise empty."""
+    """A note in brackets if a missing path looks like an address on a hub without its prefix; otherwise empty."""
     found = ADDRESS.fullmatch(f"{HUB}{path}")
     form = {"model folder": "", "dataset": ":FILE.parquet"}.get(named.what)
     if found is None or form is None or found["repo"].endswith((".jsonl", ".parquet")):

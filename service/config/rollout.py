@@ -27,8 +27,8 @@ from service.config.section import (
 from service.handoff.steps.values import MAX_REWARD
 
 COLDEST, HOTTEST = 0.01, 100.0
-"""Lowest and highest temperature in training. vLLM raises a lower temperature to COLDEST, and the trainer could then
-not compute the sampling distribution."""
+"""Lowest and highest temperature in training. vLLM raises a lower temperature to COLDEST; the trainer would then
+compute another distribution."""
 
 COMPUTE_SCORE = "compute_score"
 """Name of the environment that calls `env.compute_score`."""
@@ -43,16 +43,16 @@ class MixturePart(Section):
     path: Dataset
     """A JSONL or parquet file with one prompt per row."""
     weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
-    """Its fraction of all prompts is the weight over the sum of all weights."""
+    """The dataset's fraction of all prompts is this weight over the sum of all weights."""
 
 
 class CurriculumConfig(Section):
     """Skips prompts by the fraction of their trajectories that succeeded; see docs/environments.md."""
 
     band: Range = (0.1, 0.9)
-    """Fractions of successes between which a prompt is issued in every epoch."""
+    """A prompt is issued in every epoch if its fraction of successes lies in this band."""
     outside: Fraction = 0.1
-    """Fraction of the epochs in which a prompt outside of the band is issued; 0: only if all are outside."""
+    """Fraction of the epochs in which a prompt outside of the band is issued; 0: only if all prompts are outside."""
     success_above: float = 0.0
     """A trajectory succeeds if its return is above this number."""
 
@@ -85,7 +85,7 @@ class DataConfig(Section):
     mixture: dict[str, MixturePart] = {}
     """Datasets by name, in place of `train`, mixed by their weights; an epoch has each row at least once."""
     columns: ColumnsConfig | None = None
-    """Names of the columns in the files of `train`, `mixture` and `eval`; None: those of Baton, SkyRL or verl."""
+    """Names of the columns in the files of `train`, `mixture` and `eval`; None: the names of Baton, SkyRL or verl."""
     eval: dict[str, Dataset] = {}
     """Evaluation sets by name: JSONL or parquet files."""
     eval_make_rows: Positive | None = None
@@ -146,7 +146,7 @@ class CommandConfig(Section):
     """What scores a trajectory: a function of a trusted module (`module:function`), or a command as a list. None: the
     agent sends its reward to the endpoint."""
     variables: dict[str, str] = {}
-    """Environment variables of the command. Of Baton's own, it gets only PATH."""
+    """Environment variables of the command. From Baton's environment it gets only PATH."""
     limits: CommandLimits = CommandLimits()
 
 
@@ -191,15 +191,15 @@ class AgentsConfig(Section):
     """The driver's machine listens here for all agents. If it is not loopback, keys and texts cross the network
     unencrypted."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the address. 0: any free port, another one in each part of a resumed run."""
+    """Port of the address. 0: any free port; each part of a resumed run takes a new one."""
     deadline: Seconds = 3600.0
     """Seconds in which an agent must finish its session."""
     end_grace: Annotated[float, Field(ge=0, le=1e9)] = 0.0
-    """Seconds for which sessions that are open when all steps are done may still end; then they are cut."""
+    """Seconds that open sessions have to end after the last optimizer step; then they are cut."""
     max_calls: Annotated[int, Field(gt=0, le=4096)] = 64
     """Calls of a session. A further call makes no step, and its answer says so."""
     max_tokens: Positive = 1 << 15
-    """Tokens in all steps of a session; what several calls share counts once."""
+    """Tokens in all steps of a session; tokens that several calls share count once."""
     train: tuple[Literal["main", "sub", "aux"], ...] = ("main", "sub")
     """Roles of calls that are trained: main, sub (another system prompt), aux (single questions, as for a title)."""
     structured: Literal["ignore", "refuse"] = "ignore"
@@ -256,12 +256,12 @@ class GeneratorConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample only among the most probable tokens that together have this probability; the trainer does the same."""
     top_k: NotNegative = 0
-    """Sample only among this many most probable tokens, 2 to 512; 0: all. `top_p` and `min_p` may also leave at most
+    """Sample only among this many most probable tokens, 2 to 512; 0: all. `top_p` and `min_p` too may leave at most
     512; with `top_k`, engine and buffer need less room."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Sample only among tokens that are at least this fraction as probable as the most probable one."""
+    """Sample only among tokens with at least this fraction of the most probable token's probability."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Stop strings. After one, an end token is appended, which carries no loss."""
+    """Stop strings. After a stop string, an end token is appended; it carries no loss."""
     conversation: Literal["append", "rerender", "inline"] = "append"
     """Prompt of the next turn. `append`: new messages follow the unchanged tokens; `rerender`: the whole conversation
     is rendered again; `inline`: the new text follows as plain text in one message of the assistant."""
@@ -329,7 +329,7 @@ class ScorerConfig(Section):
     options: dict[str, str | int | float | bool] = {}
     """Arguments of the class's constructor."""
     combine: Literal["replace", "add"] = "replace"
-    """The scorer's reward replaces the environment's, or is added to it."""
+    """The scorer's reward replaces the environment's reward, or is added to it."""
     weight: float = 1.0
     """Factor by which the scorer's reward is multiplied."""
     workers: Count = 1

@@ -19,8 +19,7 @@ Count = Annotated[int, Field(gt=0, le=1 << 20)]
 Versions = Annotated[int, Field(ge=0, le=1 << 20)]
 NotNegative = Annotated[int, Field(ge=0, le=MOST)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
-"""A duration in seconds, at most thirty years, because clocks and timers of the operating system overflow beyond
-that."""
+"""A duration in seconds. The limit is thirty years, because longer durations overflow the operating system's timers."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 MergeMode = Literal["off", "linear", "tree"]
 NAME, URL = r"^[a-z][a-z0-9_]{0,31}$", r"^https?://[^/:\s]"
@@ -34,13 +33,13 @@ PATTERNS = {
     FAILURE: "be an exit code other than 0, or the name of an exception's class",
     SCORE: "be the score of an evaluation set, such as eval/made/avg_score",
 }
-"""For each pattern: the words of an error message that say what a text must be to match the pattern."""
+"""For each pattern: the words with which an error message describes a text that matches."""
 Name = Annotated[str, Field(pattern=NAME)]
 
 
 def _ordered(ends: tuple[float, float], apart: bool) -> tuple[float, float]:
     if ends[0] > ends[1] or (apart and ends[0] == ends[1]):
-        raise ValueError("must have the lower end first, or nothing lies between them")
+        raise ValueError("must be two different numbers, the lower one first")
     return ends
 
 
@@ -66,8 +65,7 @@ HUB = "hf:"
 
 
 class Named(NamedTuple):
-    """A mark in the type of a path setting that says what the path names. Paths with this mark are checked before a run
-    starts."""
+    """A mark in the type of a path setting; it says what the path names. Such paths are checked before a run starts."""
 
     what: str
     kind: Literal["file", "folder", "file or folder"] = "file"

@@ -46,29 +46,28 @@ _Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: float(node.va
 
 @dataclass
 class ConfigSource:
-    """The merged values of files and overrides; and for each key, the place where its final value was set: the file and
-    line, or the override."""
+    """The merged values of files and overrides. For each key also the place that set its final value: file and line, or
+    the override."""
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[KeyPath, str] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> str | None:
-        """The place where the value at `path` was set, or else the place where its nearest parent was set; None if
-        neither was set."""
+        """The place where the value at `path`, or else at its nearest parent, was set; None if neither was set."""
         return next((self.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.places), None)
 
     def line(self, path: KeyPath, message: str) -> str:
         """A line of an error message about the value at `path`; it begins with the place where the value was set."""
         place, setting = self.place(path) or "", plain(".".join(path))
-        if place.startswith(f"override {setting}="):  # the place already names the setting
+        if place.startswith(f"override {setting}="):  # the place names the setting already
             return f"{place}: {message}"
         between = ": " if place.startswith("override ") else "  "
         return f"{place}{between if place else ''}{setting}: {message}"
 
     @contextmanager
     def named_in_errors(self) -> Iterator[None]:
-        """Within the block, complete the message of a `UserError`: in each line that begins with a setting, add the
-        place where the setting was set."""
+        """Within the block, complete the message of a `UserError`: to each line that begins with a setting, add the
+        place that set it."""
         try:
             yield
         except UserError as error:
@@ -96,8 +95,8 @@ class ConfigSource:
 
 
 def read_sources(files: Sequence[Path], overrides: Sequence[str]) -> ConfigSource:
-    """Read the files and the overrides, and merge them key by key, in order; `ConfigError` if one cannot be read or has
-    the wrong form."""
+    """Read the files and the overrides, and merge them key by key, in order. `ConfigError` if a file or override cannot
+    be read or has the wrong form."""
     source = ConfigSource()
     for file in files:
         values, places = _parsed(_read_text(Path(file)), str(file))
@@ -149,7 +148,7 @@ def _parsed(text: str, name: str, path: KeyPath = ()) -> tuple[Any, dict[KeyPath
                 raise ConfigError(line(key, path, "a key is one word"))
             here = (*path, key.value)
             if key.value in values:
-                raise ConfigError(line(key, here, "this key is here twice"))
+                raise ConfigError(line(key, here, "this key occurs twice"))
             places[here] = f"{name}:{key.start_mark.line + 1}"
             values[key.value] = value(inner, here)
         return values
@@ -162,13 +161,12 @@ def _parsed(text: str, name: str, path: KeyPath = ()) -> tuple[Any, dict[KeyPath
         mark = error.problem_mark or error.context_mark
         place = name if mark is None else f"{name}:{mark.line + 1}"
         raise ConfigError(f"{place}  not YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, RecursionError) as error:  # an alias may stand in its own value
+    except (yaml.YAMLError, RecursionError) as error:  # an alias may be part of its own value
         raise ConfigError(f"{name}  not a configuration: {str(error).splitlines()[0]}") from None
 
 
 def plain(text: str) -> str:
-    """The text, in which credentials in an address are masked; unless it is one short line, quoted and shortened by
-    `short`."""
+    """The text, with the credentials in an address masked. If it is not one short line, `short` quotes and cuts it."""
     text = re.sub(r"(\w://)[^/?#\s]*@", r"\1***@", text)
     text = re.sub(r"(\w://[^?#\s]*[?#])[^\s]+", r"\1***", text)
     return text if text.isprintable() and len(text) <= SHOWN else short(text)

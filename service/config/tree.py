@@ -40,13 +40,13 @@ _NAME = re.compile(rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_VALUE}")
 _CHOICE = re.compile(rf"!?({_VALUE}|in\({_VALUE}(, ?{_VALUE})*\))")
 
 SHORT_ANSWER = 16
-"""Number of tokens; a length limit below this number cuts off most answers of a pretrained model."""
+"""A length limit below this number of tokens cuts off most answers of a pretrained model."""
 
 HEAD_DIM = 32
 """Dimensions of a head of the models that runs make."""
 
 MARKET = "ray.io/market-type"
-"""Ray's label for the kind of a host. A host with the value `spot` may be taken away at short notice."""
+"""Ray's label for the kind of a host. The cloud may take away a host with the value `spot` at short notice."""
 
 
 def _label(name: str) -> str:
@@ -58,7 +58,7 @@ def _label(name: str) -> str:
 def _choice(text: str) -> str:
     if not _CHOICE.fullmatch(text):
         raise ValueError("must be a value, !value, in(one, other) or !in(one, other)")
-    return text.replace(" ", "")  # to Ray a space is part of the value that follows
+    return text.replace(" ", "")  # Ray would take a space as part of a value
 
 
 Labels = dict[Annotated[str, AfterValidator(_label)], Annotated[str, AfterValidator(_choice)]]
@@ -77,19 +77,18 @@ class RunConfig(Section):
     max_steps: Annotated[int, Field(gt=0, lt=1 << 31)] = 100
     """Optimizer steps after which the run ends."""
     max_restarts: NotNegative = 3
-    """Failures of a generator or of the trainer that a run survives without a new (not repeated) optimizer step in
-    between."""
+    """Failures of a generator or the trainer that a run survives between two new (not repeated) optimizer steps."""
     trajectories_per_step: NotNegative = 2
-    """Trajectories of each mini-batch, and as many untrained ones, that are recorded in `trajectories.jsonl`, until the
-    file is full."""
+    """Trajectories that `trajectories.jsonl` records for each mini-batch, and as many untrained ones, until it is
+    full."""
     keep_best: Annotated[str, Field(pattern=SCORE)] | None = None
     """Score of an evaluation set, such as `eval/made/avg_score`; the weights with the highest score are kept in
     `best/`."""
     stop_grace: Seconds = 600.0
     """Seconds in which a stopped run must finish its step and write the final weights; then it is killed."""
     start_deadline: Seconds = 600.0
-    """Seconds in which the cluster must have room; then those in which ranks must load, compile and try the largest
-    micro-batch, and an engine or a scorer must start."""
+    """Seconds in which the cluster must have room; then again, in which ranks must load, compile and try the largest
+    micro-batch, and engines and scorers must start."""
     stall_deadline: Seconds = 600.0
     """Seconds without a mini-batch after which the run fails."""
     store: str | None = None
@@ -101,7 +100,7 @@ class MakeModelConfig(Section):
     """A small Qwen3 model with random weights, which the run makes with a tokenizer for its environment."""
 
     hidden_size: Annotated[int, Field(gt=0, le=4096, multiple_of=64)] = 128
-    """Width of the layers. Heads have 32 dimensions, two share keys; MLPs are twice as wide."""
+    """Width of the layers. Heads have 32 dimensions, two heads share keys; MLPs are twice as wide."""
     num_layers: Annotated[int, Field(gt=0, le=64)] = 2
     """Decoder layers."""
 
@@ -156,8 +155,7 @@ class BufferConfig(Section):
     """The buffer: admission of groups, staleness, deadlines, and limits of memory and disk."""
 
     lookahead: Versions = 2
-    """Mini-batches that generators may begin in advance of the policy version that they serve; 0: strictly
-    on-policy."""
+    """Mini-batches that generators may begin ahead of the policy version that they serve; 0: strictly on-policy."""
     max_staleness: Versions = 8
     """Largest staleness, in versions, with which a token carries loss."""
     order: Literal["finished_first", "strict"] = "finished_first"
@@ -168,21 +166,21 @@ class BufferConfig(Section):
     """Attempts of a trajectory. If its environment failed each time, the trajectory is lost; if generators failed, the
     group is refused."""
     group_deadline: Seconds | None = None
-    """Seconds from a group's claim until only its complete trajectories are trained, or, if fewer than two are, none;
-    None: no deadline."""
+    """Seconds from a group's claim; then only its complete trajectories are trained, or none if there are fewer than
+    two. None: no deadline."""
     lease_deadline: Seconds = 1800.0
     """Seconds after which the groups of a leased mini-batch are leased again."""
     max_lease_attempts: Positive = 3
     """Leases of a group; if it is still untrained after the last one, it is refused."""
     max_bytes: Annotated[int, Field(gt=0, le=LARGEST_HOST)] = 4 << 30
-    """Bytes of memory for steps. Groups are admitted only while the worst case of all admitted groups fits."""
+    """Bytes of memory for steps. A group is admitted only if the worst case of all admitted groups fits."""
     max_group_bytes: Annotated[int, Field(gt=0, le=1 << 40)] = 256 << 20
     """Bytes of one group. Each trajectory may have an equal part; a message that exceeds it is refused."""
     max_journal_bytes: Positive = 64 << 30
     """Bytes of the buffer's journal on disk."""
     merge: MergeMode = "linear"
-    """Which steps share a row: none (`off`), a step with the previous one that it continues (`linear`), or with any
-    earlier one (`tree`)."""
+    """Which steps share a row: none (`off`); a step and the previous step that it continues (`linear`), or any earlier
+    step (`tree`)."""
 
 
 class PlacementConfig(Section):
@@ -193,7 +191,8 @@ class PlacementConfig(Section):
     generators: Labels = {}
     """Labels of the hosts for the generators, such as `{ray.io/market-type: spot}`."""
     buffer: Labels = {MARKET: "!spot"}
-    """Labels of the host for the buffer: the driver's host if it has them, else another that has, else any."""
+    """Labels of the host for the buffer: preferably the driver's host, else another host with the labels, else any
+    host."""
 
 
 class WandbConfig(Section):

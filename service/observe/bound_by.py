@@ -1,7 +1,7 @@
-"""Divides the time of a run among its parts, by what the actors measured in the last minutes.
+"""Divides the time of a run among its parts, from the actors' measurements of the last minutes.
 
     the driver's time   trainer, weights, journal, checkpoint, evaluation, and the wait for a mini-batch
-    its wait            for scorers, as the buffer measured it; the rest is divided in proportion to the measured
+    its wait            for scorers, as the buffer measured it; the rest in proportion to the measured
                         seconds of trajectories (engines, environment, weights, journal)
 
 The part with the largest share binds the run.
@@ -17,16 +17,16 @@ from service.observe.pushed import Pushed
 from service.observe.summary import duration
 
 WINDOW_SECONDS = 600.0
-"""The window of alerts, in seconds: a brief bottleneck, such as an evaluation, must not cause an alert."""
+"""Seconds in the window of alerts. A brief bottleneck, such as an evaluation, must not cause an alert."""
 NOW_SECONDS = 40.0
-"""Minimum length of the window of the status, in seconds; with long optimizer steps the window is longer."""
+"""Minimum seconds in the window of the status. With long optimizer steps the window is longer."""
 SAMPLE_SECONDS = 10.0
 MIN_STEPS = 3
 """Minimum number of optimizer steps in a window."""
 SYNCS_OF_GROUP = 3.0
-"""Number of syncs of the journal for which each trajectory waits in addition to its own time. On average, the claim of
-its group comes in the middle of a sync, so it waits for half a sync and for the whole next sync; the end of the group
-waits for as long."""
+"""Number of journal syncs for which each trajectory waits, in addition to its own time. A group's claim comes, on
+average, in the middle of a sync: it waits for half a sync and the whole next sync. The group's end waits for as
+long."""
 WAITING, SCORERS = "waiting", "scorers"
 STATES = {
     "step": "trainer",
@@ -45,21 +45,21 @@ TRAJECTORY = {
     "environment": "environment",
     "other": "environment",
 }
-"""The part of the run to which each part of a trajectory's time counts; an agent's own work counts as environment."""
+"""The part of the run to which each part of a trajectory's time counts. (An agent's own work is environment.)"""
 STATE, SECONDS, STEPS = "baton_state_seconds_total", "baton_trajectory_seconds", "baton_optimizer_steps_total"
 SYNCS = "baton_journal_syncs_total"
 
 Totals = dict[tuple[str, str, str], float]
-"""What the actors counted since they started, by metric, actor (`role/ident`) and label."""
+"""The actors' counts since they started, by metric, actor (`role/ident`) and label."""
 
 
 Shares = dict[str, Any]
-"""What binds a run in a window: `shares`, the fraction of the driver's time by part, the largest first; its first
-`part`; `idle`, the fraction of their time for which the generators had no group; all this as a `sentence`."""
+"""What binds a run in a window. `shares`: the fraction of the driver's time by part, the largest first. `part`: the
+first of these parts. `idle`: the fraction of the generators' time without a group. `sentence`: all this in words."""
 
 
 def bound_by(grown: Totals, seconds: float) -> Shares | None:
-    """Divide the time of a window of this length among the parts; None if it has too few optimizer steps. `grown`: the
+    """Divide the time of a window of `seconds` among the parts; None if it has too few optimizer steps. `grown`: the
     increase of the totals over the window."""
     found = _sums(grown, STATE, "driver")
     total = found[WAITING] + sum(found[state] for state in STATES)
@@ -140,6 +140,6 @@ class Window:
 
     def _since(self, at: float, before: Totals) -> Shares | None:
         now, totals = self._kept[-1]
-        # the totals of an actor that restarted in the window begin again
+        # after an actor's restart its totals begin at 0 again
         grown = {key: value - (old if (old := before.get(key, 0.0)) <= value else 0.0) for key, value in totals.items()}
         return bound_by(grown, now - at)

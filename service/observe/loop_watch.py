@@ -1,4 +1,4 @@
-"""Names the code that blocks an event loop: no other task of the loop runs until that code returns."""
+"""Finds the code that blocks an event loop: until this code returns, no other task of the loop runs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WATCH = "loop-watch"
 BLOCKED_SECONDS = 5.0
 """If the event loop runs no callback for this many seconds, the code that blocks it is named."""
 LOOK_SECONDS = 0.5
-"""The event loop records the time at this interval, in seconds; the watching thread checks the newest recorded time at
-an equal interval."""
+"""Seconds between two times that the event loop records, and between two checks of the newest recorded time by the
+watching thread."""
 ROOT = Path(__file__).parents[2]
 LIBRARIES = (str(Path(asyncio.__file__).parent), f"{ROOT}/service", f"{ROOT}/actors", threading.__file__)
-"""Folders and files of the libraries whose stack frames lie between the event loop and a user's code."""
+"""Libraries whose stack frames lie between the event loop and a user's code."""
 REMEDY = "set env.isolation=process for an environment; an agent may await asyncio.to_thread(...) or have a plain play"
 
 
@@ -37,8 +37,8 @@ class LoopWatch:
         threading.Thread(target=self._watch, name=WATCH, daemon=True).start()
 
     async def blocked(self, known: int) -> str:
-        """Wait until more than `known` places in the code have blocked the loop; returns the message about the place
-        that blocked it after the first `known`. Call this in another event loop, which is not blocked."""
+        """Wait until more than `known` places in the code have blocked the loop. Returns the message about the next
+        place after the first `known`. Call this in another event loop, which is not blocked."""
         while len(self._blocked) <= known:
             await asyncio.sleep(LOOK_SECONDS)
         return [*self._blocked.values()][known]
@@ -65,8 +65,8 @@ class LoopWatch:
 
 
 def _place(stack: Sequence[FrameSummary]) -> tuple[str, bool]:
-    """Describe a stack by the frame at which user code was entered, and the innermost frame:
-    `my_agent.py:12 play, in socket.py:720 readinto`; and whether there is user code."""
+    """Describe a stack by two frames: the first frame of user code, and the innermost frame, as in `my_agent.py:12
+    play, in socket.py:720 readinto`. Also returns whether there is user code."""
     frames = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in stack]
     is_library = [frame.filename.startswith(LIBRARIES) or "/site-packages/ray/" in frame.filename for frame in stack]
     starts = [at for at in range(1, len(stack)) if is_library[at - 1] and not is_library[at]]

@@ -47,7 +47,7 @@ def measure_step(metrics: Metrics, line: Mapping[str, float], wall: float) -> No
 
 
 def measure_steps(metrics: Metrics, tables: Sequence[Steps]) -> None:
-    """Record the turns that a generator played; `tables` may hold many turns, which costs little more than one turn."""
+    """Record the turns that a generator played. Many turns in one call cost little more than one turn."""
     if not tables:
         return
     prompt_K = np.concatenate([steps.extends_length_K + steps.prompt_length_K for steps in tables])
@@ -93,7 +93,7 @@ def measure_buffer(
     can fail."""
     metrics.set_all("baton_buffer_groups", "state", status.groups)
     metrics.set_all("baton_tokens", "fate", status.tokens)
-    # Every reason starts with 0: Prometheus computes no increase for a counter that appears with the value 1.
+    # Each counter starts at 0: if it first appears as 1, Prometheus computes no increase.
     refused: dict[str, int] = {**dict.fromkeys(RefusalReason, 0), **status.refused}
     for name, counts in (
         ("baton_refused_messages_total", refused),
@@ -136,8 +136,7 @@ class LeasedBatches:
         self._open: dict[int, tuple[Int64s, Int32s, Int64s]] = {}
 
     def leased(self, batch: MiniBatch) -> None:
-        """Record that a mini-batch was leased to the trainer; padding rows, which have no trajectory, are not
-        counted."""
+        """Record that a mini-batch was leased to the trainer. Padding rows have no trajectory and are not counted."""
         micro = [micro for rank in batch.ranks for micro in rank]
         length_R = np.concatenate([np.diff(m.offsets_R)[m.trajectory_of_row_R >= 0] for m in micro])
         staleness_N = np.concatenate([m.staleness_N[m.loss_mask_N] for m in micro])

@@ -15,7 +15,7 @@ from service.observe.pushed import Pushed, families
 from service.observe.status_document import PARTS, Status, status_document
 
 RATE_REPORTS = 10
-"""Number of the buffer's reports, one a second, over which the hub computes tokens per second."""
+"""Number of the buffer's reports (one each second) from which the hub computes tokens per second."""
 
 HISTORY_STEPS = 5000
 """Maximum number of optimizer steps that the status page can show."""
@@ -31,7 +31,7 @@ HISTORY_KEYS = (
 )
 
 MAX_SOURCES = 4096
-"""Maximum number of actors that the hub keeps, so that a sender of made-up names cannot fill its memory."""
+"""Maximum number of actors that the hub keeps: a sender of invented names must not fill its memory."""
 
 _SOURCE = re.compile(r"[\w.-]{1,64}(/[\w.-]{1,64})?", re.ASCII)
 
@@ -62,12 +62,12 @@ class Hub:
         self._sources[source] = Pushed(role, ident or role, self._clock.monotonic(), families(snapshot))
 
     def forget(self, source: str) -> None:
-        """Forget an actor that has left for good: from now on it is neither shown nor reported as missing."""
+        """Forget an actor that has left for good: it is no longer shown, and not reported as missing."""
         self._sources.pop(source, None)
 
     def put_status(self, part: str, report: Mapping[str, Any]) -> None:
-        """Store a report: of the driver about the run (`part` is `run`), of the buffer (`buffer`), or of the newest
-        optimizer step (`step`)."""
+        """Store a report. `part`: `run` (the driver's report), `buffer` (the buffer's), or `step` (about the newest
+        optimizer step)."""
         if part not in PARTS:
             raise ValueError(f"{part[:80]!r} is no part of the status")
         self._parts[part] = _finite(dict(report))
@@ -145,7 +145,7 @@ class Hub:
 
 
 def _rate(totals: Sequence[tuple[float, float]]) -> float:
-    """The growth per second of a total, from the first to the last pair (time in seconds, total)."""
+    """The growth per second of a total, from the first to the last pair of (time in seconds, total)."""
     if not totals or totals[-1][0] <= totals[0][0]:
         return 0.0
     (start, before), (now, after) = totals[0], totals[-1]
@@ -153,8 +153,8 @@ def _rate(totals: Sequence[tuple[float, float]]) -> float:
 
 
 def _finite(value: Any) -> Any:
-    """A report with None for each number that is not finite: such numbers are not JSON, and a browser would refuse the
-    whole document."""
+    """A report in which None replaces each number that is not finite. JSON has no such numbers, so a browser would
+    refuse the whole document."""
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

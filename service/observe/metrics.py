@@ -41,8 +41,8 @@ Series = TypeVar("Series")
 
 @dataclass(frozen=True)
 class AlertThresholds:
-    """Thresholds of alerts that depend on the settings, the same in all actors of a run; exported as gauges, so that
-    deploy/prometheus/rules.yaml, which has all other thresholds, needs no edits."""
+    """Thresholds of alerts that depend on the settings, the same in all actors of a run. They are exported as gauges,
+    so that deploy/prometheus/rules.yaml, which has the other thresholds, needs no edits."""
 
     longest_row: int
     """Length of the longest row that the limits allow, in tokens."""
@@ -78,7 +78,7 @@ class AlertThresholds:
 
 
 def bucket_bounds(thresholds: AlertThresholds) -> dict[str, tuple[float, ...]]:
-    """The upper bounds of the histograms' buckets, by `Metric.buckets`; equal in all actors of a run.
+    """The upper bounds of the histograms' buckets, by `Metric.buckets`. They are equal in all actors of a run.
 
     For lengths, there are sixteen evenly spaced bounds up to the longest row, and a bound at the alert threshold; for
     seconds, bounds from 1 ms to 5000 s.
@@ -97,7 +97,7 @@ def bucket_bounds(thresholds: AlertThresholds) -> dict[str, tuple[float, ...]]:
 class Metrics(Collector):
     """The recorder of one actor; safe to use from several threads.
 
-    A metric that is not in the table, or is used with another kind or other labels, raises ValueError.
+    ValueError is raised for a metric that is not in the table, or that the table has with another kind or other labels.
     """
 
     def __init__(self, role: str, ident: str, thresholds: AlertThresholds) -> None:
@@ -112,8 +112,8 @@ class Metrics(Collector):
         self._change(name, "gauge", labels, lambda _: float(value))
 
     def set_all(self, name: str, label: str, values: Mapping[str, float]) -> None:
-        """Set a gauge that has one label: `values` has the value for each label value; a series that is not in `values`
-        is dropped."""
+        """Set all series of a gauge that has one label. `values`: a number for each value of the label. Other series
+        are dropped."""
         metric = _row(name, "gauge", {label: ""})
         with self._lock:
             self._numbers.pop(name, None)
@@ -128,7 +128,7 @@ class Metrics(Collector):
         self._change(name, "counter", labels, lambda before: before + float(amount))
 
     def count_to(self, name: str, total: float, **labels: str) -> None:
-        """Set a counter to a total that is counted elsewhere; the counter never decreases."""
+        """Set a counter to a total that is counted elsewhere. The counter never decreases."""
         self._change(name, "counter", labels, lambda before: max(before, float(total)))
 
     def _change(self, name: str, kind: Kind, labels: Mapping[str, str], new: Callable[[float], float]) -> None:
@@ -173,7 +173,7 @@ class Metrics(Collector):
 
 
 class _Histogram:
-    """Counts per bucket, to which whole arrays are added; the sum is exact."""
+    """A histogram: counts per bucket, and an exact sum. Whole arrays can be added."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = np.array(bounds)

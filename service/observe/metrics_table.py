@@ -23,7 +23,7 @@ class Metric(NamedTuple):
     name: str
     help: str
     key: str = ""
-    """The key of `metrics.jsonl` from which the metric is recorded; empty if no key has the metric's quantity."""
+    """The key of `metrics.jsonl` from which the metric is recorded; empty if there is no such key."""
     labels: tuple[str, ...] = ()
     buckets: str = ""
     """The name of a histogram's bounds in `service.observe.metrics.bucket_bounds`; empty for other kinds."""
@@ -108,7 +108,7 @@ TRAINER = (
     gauge("baton_policy_loss", "Loss.", "policy/policy_loss"),
     gauge("baton_policy_entropy", "Entropy of the policy.", "policy/policy_entropy"),
     gauge("baton_policy_kl", "Approximate KL of trainer and sampling policy.", "policy/policy_kl"),
-    gauge("baton_fresh_token_kl", "The same, of the newest policy's tokens: noise.", "policy/by_staleness/0/kl"),
+    gauge("baton_fresh_token_kl", "The same for the newest policy's tokens: noise.", "policy/by_staleness/0/kl"),
     gauge("baton_importance_ratio_mean", "Mean importance ratio; near 1.", "policy/is_ratio_mean"),
     gauge("baton_clip_ratio", "Fraction of loss tokens that were clipped.", "policy/loss_metrics/clip_ratio"),
     gauge("baton_grad_norm", "Norm of the gradient.", "policy/grad_norm"),
@@ -184,16 +184,16 @@ STEP_KEYS: dict[str, str] = {
     "generate/merge_ratio": "Steps for each row.",
     "generate/tokens_before_merge": "Tokens that the rows would have without merging.",
     "generate/tokens_after_merge": "Tokens of the merged rows.",
-    "generate/steps_extended": "Steps that extended the row of the step before them.",
-    "generate/steps_forked": "Steps that began a row because they left the sampled text of an earlier one.",
-    "generate/steps_reset": "Steps that began a row because they share at most a first prompt.",
+    "generate/steps_extended": "Steps that extended the row of the previous step.",
+    "generate/steps_forked": "Steps that began a row: they left an earlier step's sampled text.",
+    "generate/steps_reset": "Steps that began a row: they share at most a first prompt.",
     "generate/batch_imbalance": "Cost of the most loaded rank, over the mean.",
     "generate/batch_computed_ratio": "Computed tokens over all; above the distinct ratio where ranks repeat a prefix.",
     "generate/batch_num_micro_batches": "Micro-batches of all ranks.",
-    "generate/batch_num_dummies": "Micro-batches without rows, so that all ranks have as many.",
+    "generate/batch_num_dummies": "Micro-batches without rows: all ranks need the same number.",
     "generate/filtered_groups": "Groups that filters removed since the mini-batch before.",
     "generate/filtered_tokens": "Sampled tokens of those groups.",
-    "generate/tokens_per_kept_token": "Sampled tokens, those of filtered groups too, over the mini-batch's own.",
+    "generate/tokens_per_kept_token": "Sampled tokens, also of filtered groups, over the mini-batch's tokens.",
     "generate/avg_num_tokens": "Mean tokens after the first prompt, observations included.",
     "generate/avg_assistant_tokens": "Mean sampled tokens.",
     "generate/avg_num_turns": "Mean turns.",
@@ -207,7 +207,7 @@ STEP_KEYS: dict[str, str] = {
     "tokens/masked": "Sampled tokens without loss for another reason than staleness or role.",
     "async/staleness_max": "Largest staleness of a sampled token.",
     "async/stale_tokens": "Tokens too stale to carry loss.",
-    "async/stale_tokens_quarter_<q>": "The same, of a quarter of the trajectories by length; 4 has the longest.",
+    "async/stale_tokens_quarter_<q>": "The same in a quarter of the trajectories by length; 4: the longest.",
     "async/trainer_wait_fraction": "Fraction of the steps' time that the trainer waited for a mini-batch.",
     "async/generator_wait_fraction": "Fraction of the generators' time without any group.",
     "policy/is_ratio_std": "Standard deviation of the importance ratios.",
@@ -220,9 +220,9 @@ STEP_KEYS: dict[str, str] = {
     "policy/teacher_token_ratio": "Fraction of the loss tokens that have a teacher.",
     "policy/by_staleness/<versions>/tokens": "Loss tokens of this staleness.",
     "policy/by_staleness/<versions>/<name>": (
-        "`is_ratio_mean`, `is_ratio_std`, `is_ratio_max`, `effective_sample_fraction`, `kl` or `clip_ratio` of those."
+        "`is_ratio_mean`, `is_ratio_std`, `is_ratio_max`, `effective_sample_fraction`, `kl` or `clip_ratio` of them."
     ),
-    "policy/by_staleness/<versions>/differing_fraction": "Fraction of those that differ by more than rounding.",
+    "policy/by_staleness/<versions>/differing_fraction": "Fraction of them that differ by more than rounding.",
     "time": "When the step ended, in UTC, such as `2026-05-04T03:02:01.000+00:00`.",
     "bound_by": (
         "Most of the step's time: `generation` (the trainer waited), `scorers`, `training`, `weights`, `evaluation`, "

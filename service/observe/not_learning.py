@@ -1,8 +1,9 @@
 """Finds why a run may not learn: compares the metrics of its last optimizer steps with thresholds, and lists the
-likeliest causes first. Ends a run whose engines and trainer disagree about the same weights.
+likeliest causes first. Also ends a run if engines and trainer compute different log-probabilities from the same
+weights.
 
-Causes come before their effects: if every response is cut, no reward is given, so no group has variance and the
-gradient is zero; the cut is named first. `docs/not-learning.md` has remedies for each symptom.
+Causes come before their effects. For example, if every response is cut, there is no reward, so groups have no variance
+and the gradient is zero: the cut comes first. `docs/not-learning.md` has remedies for each symptom.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from service.config.learn import WeightsConfig
 from service.observe.summary import learning_summary
 
 WINDOW = 5
-"""Number of last optimizer steps over which a metric is averaged. If a run has fewer, no metric is compared."""
+"""Number of last optimizer steps over which a metric is averaged. In a run with fewer steps, no metric is compared."""
 FLAT_STEPS = 200
-"""Number of optimizer steps from which a reward without gain is a symptom: neither over the run nor over the last of
-these many. It is judged anew every `FLAT_EVERY` steps."""
+"""A reward without gain over the run, and over this many last optimizer steps, is a symptom. It is judged again every
+`FLAT_EVERY` steps."""
 FLAT_EVERY = 10
 FAST = "too-fast"
 Comparison = Literal["at least", "at most", "fallen to", "without gain for"]
-"""How a metric compares with its threshold; `fallen to`: with its mean over the first steps, times the threshold;
-`without gain for`: the interval of its gain, over so many steps and over the run, contains 0 or less."""
+"""How a metric compares with its threshold. `fallen to`: it is at most the threshold times its mean over the first
+steps. `without gain for`: over so many steps, and over the run, the interval of its gain reaches 0 or less."""
 
 
 class Symptom(NamedTuple):
@@ -71,7 +72,8 @@ class Diagnosis:
         self._flat_steps: int | None = None
         """Number of steps after which the reward had no gain."""
         self._was: dict[str, tuple[int, int, str]] = {}
-        """For each symptom that was the likeliest cause: in how many steps, the first of them, and in words."""
+        """For each symptom that was the likeliest cause: the number of these steps, the first of them, and a
+        description."""
         for line in lines:
             self.stepped(line)
 
@@ -90,8 +92,8 @@ class Diagnosis:
             self._was[name] = steps + 1, first, words
 
     def worst(self) -> str:
-        """The symptom that was the likeliest cause in most steps of the run, as a sentence; empty if in few steps.
-        What followed steps that moved the policy too far is their effect."""
+        """The symptom that was the likeliest cause in most steps of the run, as a sentence; empty if it was in few
+        steps. A symptom after steps that moved the policy too far is an effect of them."""
         lasting = {name: was for name, was in self._was.items() if was[0] >= WINDOW}
         if not lasting:
             return ""
@@ -102,8 +104,7 @@ class Diagnosis:
         return f"in {steps} steps, from step {first} on, {said} (docs/not-learning.md#{name})"
 
     def found(self) -> dict[str, str]:
-        """The symptoms of the last optimizer steps: a description of each, by the symptom's name, the most likely cause
-        first."""
+        """The symptoms of the last optimizer steps: a description by the symptom's name, the likeliest cause first."""
         found = {}
         for name, key, comparison, threshold, says in SYMPTOMS:
             value = self._flat_steps if comparison == "without gain for" else _mean(self._last, key)
@@ -127,14 +128,14 @@ def in_words(found: Mapping[str, str]) -> str:
 
 
 def after_warm_start(line: Mapping[str, float]) -> str:
-    """What the warm start taught, by the metrics of the first optimizer step."""
+    """A sentence on what the policy learned in the warm start, judged by the first optimizer step."""
     reward, unsolved = line["reward/avg_raw_reward"], line.get("reward/groups_all_zero", 0.0)
     nothing = "; it solves nothing: raise model.warm_start.steps, or right_fraction" if unsolved >= 0.8 else ""
     return f"after the warm start the reward is {reward:.3g}, and 0 in {unsolved:.0%} of the groups{nothing}"
 
 
 def _mean(lines: Collection[Mapping[str, float]], key: str) -> float | None:
-    """The mean of a metric; None if there are fewer than `WINDOW` lines, or most lack it."""
+    """The mean of a metric; None if there are fewer than `WINDOW` lines, or most lines lack the metric."""
     values = [line[key] for line in lines if line.get(key) is not None]
     return sum(values) / len(values) if len(lines) == WINDOW and len(values) > WINDOW // 2 else None
 
@@ -153,11 +154,12 @@ STEPS_IN_A_ROW = 3
 
 
 class LogprobCheck:
-    """Compares, over several optimizer steps in a row, the engine's and the trainer's log-probabilities of tokens that
-    the newest policy sampled.
+    """Compares the engine's and the trainer's log-probabilities of tokens that the newest policy sampled, over several
+    successive optimizer steps.
 
-    Under the same weights they differ by rounding only. Rounding in bfloat16 has rare outliers, which would dominate a
-    mean, so the check uses the fraction of tokens that differ by more than a tolerance, which depends on the type:
+    With the same weights they differ only by rounding. In bfloat16, rounding has rare outliers, which would dominate a
+    mean. So the check uses the fraction of tokens that differ by more than a tolerance. The tolerance depends on the
+    type:
 
         differences 0.01 0.02 4.0 0.01 ... (100 tokens), tolerance 0.1   ->   0.01: rounding
         differences 0.2  0.3  0.1 0.25 ... (100 tokens), tolerance 0.1   ->   0.9: other weights

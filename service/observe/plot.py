@@ -23,8 +23,8 @@ PANELS: Sequence[tuple[str, Mapping[str, str]]] = (
 
 
 def draw_learning_curve(lines: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
-    """Draw lines of `metrics.jsonl` as three panels that share the step axis; a curve without values is left out."""
-    # Imported here: the import takes a second, which commands that draw nothing should not wait for.
+    """Draw lines of `metrics.jsonl` as three panels that share the step axis. A curve without values is left out."""
+    # Imported here, because the import takes a second, and most commands draw nothing.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

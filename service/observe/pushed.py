@@ -34,8 +34,8 @@ class Pushed:
         return self.age(now) <= SILENT_SECONDS
 
     def by_label(self, name: str, label: str, of_each: Literal["", "_sum", "_count"] = "") -> dict[str, float]:
-        """The values of a metric family by the label `label`, summed over the family's other labels; `of_each` selects
-        the sums or the counts of a histogram."""
+        """The values of a metric family by the label `label`, summed over all other labels. `of_each`: which part of a
+        histogram, its sums or its counts."""
         found: dict[str, float] = {}
         for line in self.samples.get(name, b"").decode().splitlines():
             of = re.search(rf'[{{,]{label}="([^"]*)"', line)
@@ -53,7 +53,7 @@ class Pushed:
 
 
 def families(snapshot: bytes) -> dict[str, bytes]:
-    """The lines of samples of each metric family, by name; raises a ValueError for a family not in the table."""
+    """By the name of each metric family: its lines of samples. ValueError if a family is not in the table."""
     if len(snapshot) > MAX_SNAPSHOT_BYTES:
         raise ValueError(f"a snapshot of {len(snapshot)} bytes")
     headers = list(_HEADER.finditer(snapshot))

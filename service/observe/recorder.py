@@ -1,4 +1,4 @@
-"""Records the timeline of one process as Chrome trace events: spans on rows, counters; and the time in each state.
+"""Records the timeline of one process as Chrome trace events (spans on rows, and counters), and the time in each state.
 
     states = States(trace, "engine", "starting")
     states.enter("generating")                    # the span of `starting` is recorded
@@ -27,8 +27,8 @@ MAX_EVENTS = 10_000
 SHORTEST_SECONDS = 0.001
 """No span is recorded for a state that lasts less than this; its time is still counted."""
 LONG_SECONDS = 5.0
-"""A state that lasts longer than this is recorded as several spans of about this length. So a killed process loses only
-the last span."""
+"""A longer state is recorded as several spans of about this length, so that a killed process loses only the last
+span."""
 ORDER = ("driver", "trainer", "generator", "buffer")
 """Roles of processes, in the order from top to bottom of the timeline."""
 
@@ -53,7 +53,8 @@ class Trace:
         }
 
     def span(self, row: str, name: str, began: float, ended: float, **detail: Any) -> None:
-        """Record an operation with its start and end; a span overlaps no other of its row, or holds it whole."""
+        """Record an operation with its start and end. Two spans of a row must not overlap, unless one contains the
+        other."""
         times = {"ts": self._microseconds(began), "dur": round((ended - began) * 1e6)}
         tid = self._rows.setdefault(row, len(self._rows) + 1)
         self._add({"ph": "X", "name": name, "cat": row, **times, "tid": tid, "args": detail})
@@ -63,8 +64,8 @@ class Trace:
         self._add({"ph": "C", "name": name, "ts": self._microseconds(time.monotonic()), "args": dict(values)})
 
     def take(self) -> bytes:
-        """The events since the last call, one per line, after lines that name the process and its rows in the timeline;
-        empty if there are no events."""
+        """The events since the last call, one per line; empty if there are none. The first lines name the process and
+        its rows in the timeline."""
         events = [self._events.popleft() for _ in range(len(self._events))]
         if not events:
             return b""
@@ -91,8 +92,8 @@ class Trace:
 
 
 class States:
-    """Tracks the state of an object: records a span for each state, and the seconds by state; safe to use from several
-    threads."""
+    """Tracks the state of an object: records a span for each state, and sums the seconds by state. Several threads may
+    use it."""
 
     def __init__(self, trace: Trace, row: str, state: str, now: Callable[[], float] = time.monotonic) -> None:
         self._trace, self._row, self._now = trace, row, now

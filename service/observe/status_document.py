@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # `baton status` does not load pydantic or NumPy
 SCHEMA = 1
 
 PARTS = ("run", "buffer", "step")
-"""The reports of which the status consists: of the driver about the `run` and about its newest optimizer `step`, and of
-the `buffer`."""
+"""The reports that make up the status: the driver's about the `run`, the `buffer`'s, and the driver's about the newest
+optimizer `step`."""
 
 Status = dict[str, Any]
 
@@ -40,8 +40,8 @@ class Uploaded(NamedTuple):
 
 
 def buffer_report(status: BufferStatus, now: float) -> dict[str, Any]:
-    """The report of the buffer for the status document. Each entry of `waits` says who waits and why, and the Unix time
-    since which it waits."""
+    """The report of the buffer for the status document. Each entry of `waits` says who waits, why, and since which Unix
+    time."""
     report = status.as_dict()
     report["waits"] = [
         {
@@ -56,7 +56,7 @@ def buffer_report(status: BufferStatus, now: float) -> dict[str, Any]:
 
 
 def status_document(parts: Mapping[str, Mapping[str, Any]], actors: list[dict[str, Any]], now: float) -> Status:
-    """The document `/status`, made from the last report of each part of the run; a part without a report is empty."""
+    """The document `/status`, from the last report of each part of the run. A part without a report is empty."""
     run = dict(parts.get("run", {}))
     buffer = dict(parts.get("buffer", {}))
     state = run.pop("state", "starting")

@@ -8,18 +8,18 @@ from itertools import pairwise
 from typing import Any
 
 FEWEST_STEPS = 30
-"""In a run with fewer optimizer steps, the reward's gain has no confidence interval, because a tenth of the run would
-be one or two of them."""
+"""In a run with fewer optimizer steps, the reward's gain has no confidence interval: a tenth of the run would be one or
+two steps."""
 
 FATES_IN_WORDS = {"expired": "not finished in time or not needed", "stepped": "trained, in no checkpoint yet"}
 """Explanations of the less familiar fates of tokens."""
 
 
 def learning_summary(rewards_S: Sequence[float], staleness_S: Sequence[float]) -> dict[str, Any]:
-    """Mean reward over the first and the last tenth of the optimizer steps, the difference of the two with its 95 %
+    """The mean reward over the first and over the last tenth of the optimizer steps, their difference with its 95 %
     interval, and the mean staleness.
 
-    The interval is None below `FEWEST_STEPS`; everything is None before the first step.
+    The interval is None below `FEWEST_STEPS`. Before the first step, all values are None.
 
     >>> learning_summary([0.0, 0.5, 1.0], [1.0, 1.0, 4.0])["reward_gain"]
     1.0
@@ -39,7 +39,7 @@ def learning_summary(rewards_S: Sequence[float], staleness_S: Sequence[float]) -
 def _interval(gain: float, rewards_S: Sequence[float], tenth: int) -> list[float] | None:
     """The 95 % interval of the gain, from the noise of single steps.
 
-    That noise is estimated by the differences of successive steps, which hardly contain the trend (von Neumann, 1941).
+    The noise is estimated from the differences of successive steps, which hardly contain the trend (von Neumann, 1941).
     """
     if len(rewards_S) < FEWEST_STEPS:
         return None

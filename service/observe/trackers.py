@@ -1,5 +1,4 @@
-"""The trackers that receive the metrics of each optimizer step, as `metrics.jsonl` does: TensorBoard, Weights &
-Biases."""
+"""Sends the metrics of each optimizer step, which `metrics.jsonl` has, to trackers: TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from service.config import WandbConfig
 from service.errors import UserError
 
 _WRITERS = itertools.count()
-"""Numbers the event files of this process: after a rollback a run begins another file."""
+"""Numbers the event files of this process. (After a rollback, a run begins a new file.)"""
 Samples = Sequence[Mapping[str, Any]]
 """Rows of a table of trajectories; all have the same keys."""
 
@@ -37,11 +36,11 @@ def open_trackers(wandb: WandbConfig | None, resolved: str, folder: Path) -> lis
 class TensorBoard:
     """Writes metrics as scalars to TensorBoard's event files, without torch.
 
-    TensorBoard's own writer is not used: it works in a thread that ends with a traceback if the disk is full.
+    It does not use TensorBoard's writer, whose thread ends with a traceback if the disk is full.
     """
 
     def __init__(self, folder: Path) -> None:
-        # Imported here: the import takes a second, which commands that only read a run folder should not wait for.
+        # Imported here, because the import takes a second, and commands that only read a run folder do not need it.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -70,7 +69,7 @@ class TensorBoard:
 
 
 def _wandb_id(folder: Path) -> str:
-    """The run's id in wandb, kept in the run folder: a run of the same name in another folder has another id."""
+    """The run's id in wandb, kept in the run folder. So two runs of the same name have different ids."""
     file = folder / "wandb" / "id"
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
@@ -90,7 +89,7 @@ def _has_key() -> bool:
 
 
 class Wandb:
-    """Sends metrics to Weights & Biases; a resumed run of Baton continues its run there, under the same id.
+    """Sends metrics to Weights & Biases. A resumed run continues its run there, under the same id.
 
     Raises:
         UserError: wandb refuses the run, for example without an API key.

@@ -2,15 +2,15 @@
 
     reset -> prompt -> [length?] -> generate -> step of the environment -> append the step -> next prompt -> ...
 
-Each role has its own conversation, and the environment chooses the role of the next turn. The record that ends the
-trajectory, with the reason of its end, is sent last. A turn that is not finished gives no step. `[length?]`: a prompt
-that is too long ends the trajectory. The steps:
+Each role has its own conversation, and the environment chooses the role of the next turn. The loop sends one last
+record, with the reason why the trajectory ended. A turn that is not finished gives no step. `[length?]`: a prompt that
+is too long ends the trajectory. The steps:
 
 turn 0:  whole prompt                -> response      step 0 carries the whole prompt
 turn 1:  history + new tokens        -> response      step 1 carries the new tokens and extends step 0
-turn 2:  another role's first prompt -> response      step 2 carries what no role's history begins with
+turn 2:  another role's first prompt -> response      step 2 carries the tokens that begin no role's history
 turn 3:  history of turn 1 + tokens  -> response      step 3 carries the new tokens and extends step 1
-turn 4:  a prompt that does not      -> response      step 4 extends the longest prefix that a history begins with
+turn 4:  a prompt that does not      -> response      step 4 extends the history that shares its longest prefix
          begin with the history
 """
 
@@ -104,7 +104,7 @@ async def run_trajectory(
 async def generate_turn(
     engine: Engine, prompt_ids: Int32s, limits: AgentLimits, vocab_size: int, request_id: str
 ) -> Generation:
-    """Sample one turn of the policy from the engine; errors that the engine raises are passed on.
+    """Sample one turn of the policy from the engine. Errors that the engine raises are not caught.
 
     Raises:
         TrajectoryFailed: the engine aborted the turn, took too long, or returned malformed columns.
@@ -125,8 +125,8 @@ async def generate_turn(
 
 
 def _text_until_stop(chat: Chat, stop: tuple[str, ...], token_ids: Int32s) -> str:
-    """The text for the environment, up to and including the first stop string; the rest of the last token's text is
-    dropped."""
+    """The text for the environment: the response up to the first stop string, which is included. Text after the stop
+    string is dropped, even within a token."""
     text = chat.said(token_ids)
     ends = [found + len(s) for s in stop if (found := text.find(s)) >= 0]
     return text[: min(ends)] if ends else text
@@ -167,13 +167,13 @@ class History:
 
 
 def _longest_prefix(prompt_ids: Int32s, histories: Iterable[History]) -> Extension | None:
-    """A reference to the turn that shares the longest prefix with a prompt; None if no history shares a token."""
+    """A reference to the longest prefix that a prompt shares with a history; None if no history shares a token."""
     ended = [(history.extends.step, history.token_ids) for history in histories if history.extends is not None]
     return longest_prefix(prompt_ids, sorted(ended, key=lambda turn: turn[0], reverse=True))
 
 
 class Episode:
-    """One trajectory while it is played; its steps, and the record that ends it, are sent to `sink`."""
+    """One trajectory while it is played. It sends its steps, and the record that ends it, to `sink`."""
 
     def __init__(self, trajectory: TrajectoryId, task: Task, limits: AgentLimits, sink: StepSink) -> None:
         self._trajectory = trajectory
@@ -186,7 +186,7 @@ class Episode:
         self._given: dict[int, float] = {}
         """Rewards that steps got after they were sent, by step index."""
         self._reward = 0.0
-        """The reward of the newest turn of `main`, including rewards that it got later."""
+        """The reward of the newest turn of `main`, including rewards that were added to the turn later."""
         self._truncated = False
         """Whether the newest response was cut at `max_generate_length`."""
         self.stop_reason = StopReason.STOP
@@ -261,8 +261,8 @@ class Episode:
         return refused
 
     def finish(self, failure: str = "", info: str = "") -> TrajectoryEnd:
-        """Send the record that ends the trajectory to the sink, and return it. `failure`: the reason why the trajectory
-        failed; `info`: the environment's numbers, each summed over the steps."""
+        """Send the record that ends the trajectory to the sink, and return the record. `failure`: the reason why the
+        trajectory failed; `info`: the environment's numbers, each summed over the steps."""
         if self._truncated and self.stop_reason in (StopReason.STOP, StopReason.MAX_TURNS):
             self.stop_reason = StopReason.TRUNCATED
         named = [role for role in self._limits.roles if role not in ROLES]
@@ -286,8 +286,8 @@ class Episode:
 
 
 def experts_of(experts: Experts | None, total: int, carried: int) -> Experts | None:
-    """[carried, layers, topk] the routed experts of the last `carried` of `total` tokens of a turn. The last sampled
-    token gets -1, because the engine records no experts for it."""
+    """[carried, layers, topk] the routed experts of the last `carried` tokens of a turn that has `total` tokens. The
+    last sampled token gets -1, because the engine records no experts for it."""
     if experts is None:
         return None
     recorded = experts[total - carried : total]

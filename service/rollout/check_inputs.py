@@ -70,7 +70,7 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
                 raise
             raise UserError(f"{error} (first needed by row {row}, {task.uid})") from error
         columns = (*task.extra_info.items(), *asdict(task).items()) if config.isolation == "process" else ()
-        for column, value in columns:  # those of `extra_info` first, by their own names
+        for column, value in columns:  # the columns in `extra_info` come first
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as error:
@@ -84,10 +84,10 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
 
 
 def _refuse_missing_methods(environment: object, name: str, config: EnvConfig) -> None:
-    """Refuse a class that has neither the methods of an environment nor `play`, the method of an agent."""
+    """Refuse a class that is no environment (it lacks `reset` or `step`) and no agent (it lacks `play`)."""
     is_agent = hasattr(environment, "play")
     if is_agent and config.isolation == "process":
-        raise UserError(f"env.isolation: {name!r} is an agent, which no process of its own plays; use none")
+        raise UserError(f"env.isolation: {name!r} is an agent, which cannot run in a process of its own; use none")
     for method in () if is_agent else ("reset", "step", "close"):
         if not inspect.iscoroutinefunction(getattr(environment, method, None)):
             raise UserError(f"env.name: the environment {name!r} needs a method `async def {method}`; see docs/own.md")

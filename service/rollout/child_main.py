@@ -1,5 +1,5 @@
-"""The main program of child processes. Each consists of two processes: one answers requests; its parent, the keeper,
-kills all its own descendants before it ends. The keeper ends when the process that answers has ended, or at SIGTERM.
+"""The main program of child processes. A child process is a pair: one process answers requests, and its parent is the
+keeper. The keeper ends when the other process has ended, or at SIGTERM. Before it ends, it kills all its descendants.
 
     parent: SIGTERM, or its death --> keeper --SIGKILL--> the process that answers, and all its descendants
 
@@ -28,8 +28,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_SECONDS = 10
 """Seconds in which the descendants must end; afterwards the keeper ends, even if some of them still run."""
 SIGNALLED = 128
-"""Exit codes of a keeper above this number mean that a signal ended the process that answers: this number plus the
-signal's."""
+"""If a signal ended the process that answers, the keeper's exit code is this number plus the signal's number."""
 
 
 def main() -> None:
@@ -61,11 +60,11 @@ def main() -> None:
 
 
 def end_descendants() -> None:
-    """Kill all descendants of this process, repeatedly until none is left; orphaned descendants become its children.
+    """Kill all descendants of this process until none is left. (A descendant whose parent ends becomes its child.)
 
     If the descendants do not end in time, this process ends itself.
     """
-    import psutil  # imported only here: a keeper mostly waits, and there are many keepers
+    import psutil  # imported late to save memory: there are many keepers, and most only wait
 
     signal.alarm(KILL_SECONDS)
     listed = Path(f"/proc/self/task/{os.getpid()}/children")  # fast enough for a process that only forks and exits
@@ -82,7 +81,7 @@ def end_descendants() -> None:
 def serve_child(answer: Callable[[Any], Awaitable[Any]]) -> None:
     """Answer requests one after the other, each a line of JSON on stdin, until stdin closes."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # The code that runs here gets stderr as stdout and an empty stdin, so that it can neither answer nor lose requests.
+    # Code of users gets stderr as its stdout and an empty stdin, so it can neither read a request nor write an answer.
     os.dup2(2, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -99,7 +98,7 @@ async def _serve(answer: Callable[[Any], Awaitable[Any]], stdin: Any, answers: A
         request = json.loads(line)
         try:
             said = json.dumps({"number": request["number"], "returned": await answer(request)}, default=_plain)
-        except BaseException as error:  # noqa: BLE001 - `ChildProcess.ask` raises it in the parent
+        except BaseException as error:  # noqa: BLE001 - `ChildProcess.ask` in the parent raises it again
             said = json.dumps({"number": request["number"], "raised": describe_error(error)})
         if os.getpid() != pid:
             os._exit(0)  # a fork of this process made the answer; only this process may send it

@@ -1,10 +1,10 @@
-"""Child processes that answer requests, one request at a time. A hang, crash or endless output affects only one
-request.
+"""Child processes that answer requests, one at a time. If a process hangs, crashes or writes endless output, only one
+request fails.
 
     parent --JSON line--> keeper and process (service.rollout.child_main) --JSON line--> parent
 
-A process is reused for later requests. It is killed, with all processes that it started, if its caller stops waiting
-for an answer (deadline, cancelled task), and when the parent ends.
+A process is reused for later requests. It is killed, with all processes that it started, when the parent ends, or when
+its caller stops waiting for an answer (deadline, cancelled task).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class ChildDied(Exception):
 
 
 class ChildRaised(Exception):
-    """Raised if a child process raised an error; its text is the error of the child process."""
+    """Raised if code in a child process raised an error. The message is the text of that error."""
 
 
 class ChildProcesses:
-    """A pool of child processes; each runs the function `main` of the module named `module`, and is reused when idle.
+    """A pool of child processes. Each runs the function `main` of the module `module`; an idle process is used again.
     `limit`: maximum bytes of an answer."""
 
     def __init__(self, module: str, limit: int) -> None:
@@ -91,7 +91,7 @@ class ChildProcess:
 
     @staticmethod
     async def start(module: str, limit: int) -> ChildProcess:
-        """Start a child process with the import path of this process. `limit`: maximum bytes of an answer."""
+        """Start a child process, with this process's import path. `limit`: maximum bytes of an answer."""
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.subprocess_exec(
             lambda: asyncio.subprocess.SubprocessStreamProtocol(limit, loop),
@@ -129,8 +129,8 @@ class ChildProcess:
         try:
             answer = await self._answer(json.dumps({**request, "number": self._requests}).encode() + b"\n")
             if answer["number"] != self._requests:
-                raise ChildDied("its process is out of step: it answered an earlier request again")
-        except BaseException:  # also on cancellation: a late answer would be taken for the next request's
+                raise ChildDied("its process answered an earlier request a second time")
+        except BaseException:  # also if cancelled: else its late answer would be read as the next one
             self.kill()
             raise
         if "raised" in answer:
@@ -148,7 +148,7 @@ class ChildProcess:
         except ValueError as error:  # StreamReader.readline raises this for a line beyond its limit
             raise OversizedOutput(f"more than {self._limit} bytes at once") from error
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the process has ended; its exit code below is more informative
+            pass  # the process has ended: report its exit code below
         if not line.endswith(b"\n"):
             code = await self._process.wait()
             code = SIGNALLED - code if code > SIGNALLED else code
@@ -159,23 +159,23 @@ class ChildProcess:
         """Kill the process and all its descendants."""
         self._broken = True
         with suppress(ProcessLookupError):  # the process has ended
-            self._process.terminate()  # its keeper kills the others
+            self._process.terminate()  # the keeper kills all descendants
         # asyncio stops reading an endless output, so it would never see the end of the pipe that `Process.wait` waits
         # for.
         if (answers := self._transport.get_pipe_transport(1)) is not None:
             answers.close()
 
     async def ended(self) -> None:
-        """Wait until the process and its descendants have ended; stop waiting for processes that cannot be killed in
-        time."""
+        """Wait until the process and its descendants have ended. Stop waiting after a time limit, because some
+        processes cannot be killed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(KILL_SECONDS + STARTED_SECONDS):
                 await self._process.wait()
 
 
 def _environment() -> dict[str, str]:
-    """The environment variables of a child process: this process's import path and user folder. Without `SAFE_PATH`,
-    so that Python programs that the child starts have their usual import path.
+    """The environment variables of a child process: this process's import path and user folder. `SAFE_PATH` is left
+    out, so that Python programs that the child starts have their usual import path.
     """
     kept = {name: value for name, value in os.environ.items() if name != SAFE_PATH}
     return {**kept, USER_FOLDER: str(user_folder()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -1,5 +1,5 @@
-"""The interface between agent loop and inference engine (the engine gets token ids and returns token ids), and the
-limits of a trajectory."""
+"""The interface between agent loop and inference engine, and the limits of a trajectory. The engine gets token ids and
+returns token ids."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from service.types import MAX_SUPPORT, EvaluationId, Experts, Float32s, Ids, Int
 Mode = Literal["append", "rerender", "inline"]
 """How the prompt of the next turn is built (`service.rollout.chat.conversation`)."""
 MAX_OBSERVATION_CHARACTERS = 1 << 20
-"""Maximum characters of one observation, over all texts and names of its messages; if an observation is longer, the
-trajectory fails."""
+"""Maximum characters of one observation: all texts and names in its messages together. A longer observation fails the
+trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a turn and are part of the response."""
     with_supports: bool = True
-    """Whether to report the supports of the tokens if the sampler truncates."""
+    """Whether to report the tokens among which each token was drawn, if the sampler truncates (top-k, top-p, min-p)."""
 
     @staticmethod
     def of(config: GeneratorConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
@@ -75,8 +75,8 @@ class AgentLimits:
     """The roles that turns may have, with their settings; `main` has no settings."""
 
     def of_trajectory(self, trajectory: TrajectoryId, temperature: float | None) -> AgentLimits:
-        """The limits of one trajectory, with the `temperature` of its task if that has one. Nobody trains on an
-        evaluation, so its turns have no supports."""
+        """The limits of one trajectory. `temperature`: the task's temperature; None: the configured one. Turns of an
+        evaluation report no supports, because nothing is trained on them."""
         warmth = self.sampling.temperature if temperature is None else temperature
         is_trained = not isinstance(trajectory, EvaluationId)
         return replace(self, sampling=replace(self.sampling, temperature=warmth, with_supports=is_trained))
@@ -110,18 +110,18 @@ class Generation:
     logprobs: Float32s
     """[T] log-probability of each token under the distribution from which it was sampled."""
     versions: Int64s
-    """[T] for each token, the packed `PolicyVersion` that sampled it."""
+    """[T] packed `PolicyVersion` of the policy that sampled each token."""
     stop_reason: str
     """Why sampling stopped: `stop`, `length` or `abort`."""
     sampled_end: bool
     """True if the last token is an end token that the policy sampled."""
     routed_experts: Experts | None = None
-    """[at most P + T, layers, topk] expert ids of each token, from the first prompt token on; None if the engine
-    records none."""
+    """[at most P + T, layers, topk] expert ids of each token, beginning with the first prompt token; None if the engine
+    records no experts."""
     support_size: Uint16s | None = None
-    """[T] the number of tokens among which the sampler drew each token; None: among all."""
+    """[T] the number of tokens among which the sampler drew each token; None: it drew from the whole vocabulary."""
     support: Ids | None = None
-    """[U] these tokens without the drawn one, in ascending order, token after token."""
+    """[U] for each token in turn: the ids among which it was drawn, in ascending order, without the drawn id."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds that the turn spent in the engine: in its `queue`, in `prefill`, and in the `pause` for new weights.
     Parts that the engine does not report are missing."""
@@ -141,7 +141,7 @@ def validate_generation(answer: Generation, prompt_length: int, max_tokens: int,
     max_tokens 4    ids [8 9 2]   log-probabilities [-.1 -.4 -.2]   versions [7 7 8]    valid
                     ids [8 9 2]   log-probabilities [-.1 -.4]       versions [7 7 8]    refused
 
-    A log-probability of NaN or minus infinity is valid: the buffer masks and counts the token.
+    A log-probability of NaN or minus infinity is valid: the buffer masks the token and counts it in a metric.
     """
     n_tokens = len(answer.token_ids)
     if answer.stop_reason not in (StopReason.STOP, StopReason.LENGTH):

@@ -1,10 +1,10 @@
-"""Runs a trajectory's environment such that its code can fail or hang without affecting other trajectories.
+"""Runs a trajectory's environment in a guarded task: if its code fails or hangs, other trajectories go on.
 
-    agent loop --reset, step, close--> task of the environment: its code, then a copy of the returned value
+    agent loop --reset, step, close--> task of the environment: runs its code, then copies the result
                <--plain values, or why the trajectory fails--
 
 All code of the environment runs in one asyncio task, for the whole episode. The agent loop waits for an answer only
-until a deadline. It never waits for the task: a task that does not end when cancelled is abandoned, and counted.
+until a deadline, and never for the end of the task. A task that does not end when cancelled is abandoned and counted.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 RETURN_SECONDS = 5.0
 """Seconds in which a cancelled call must return and the environment must close; afterwards its task is abandoned."""
 MAX_LEAKED_TASKS = 100
-"""Maximum number of abandoned environment tasks in a process. If there are more, the process has to be restarted."""
+"""Maximum number of abandoned environment tasks in a process. With more, the process must be restarted."""
 FINISH_SECONDS = 60.0
-"""Seconds in which the event loop must process an agent's call of `finish`."""
+"""Seconds in which the event loop must have run a `finish` that an agent called in a thread."""
 _TOOL = re.compile(r'<tool_call>\s{0,8}\{\s{0,8}"name"\s{0,8}:\s{0,8}"([\w.-]{1,64})"')
 _NAME = re.compile(r"[\w.-]{1,64}")
 
@@ -110,7 +110,7 @@ class EnvGuard:
         self._calls: asyncio.Queue[_EnvironmentCall | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._gave_up = False
-        """Whether the task was cancelled during a call, which may still run."""
+        """Whether the task was cancelled during a call. The call may still run."""
         self._tools: frozenset[str] = frozenset()
         """Names of the tools that the task describes."""
 
@@ -201,7 +201,7 @@ class EnvGuard:
                 call.answer.set_result(answer)
             if (task := asyncio.current_task()) is not None:
                 for _ in range(task.cancelling()):
-                    task.uncancel()  # deadlines inside of `close` look at this count
+                    task.uncancel()  # else a deadline inside of `close` would not work
         try:
             if hasattr(environment, "close"):  # an agent may have no `close`
                 await environment.close()
@@ -224,9 +224,8 @@ class EnvGuard:
 
 
 def tool_named(text: str, tools: Container[str]) -> str:
-    """Name of the tool that a response calls first, as in `<tool_call>{"name": "search", ..}`. If the name is not in
-    `tools`, or there is no call, the result is `step`: names that the policy made up must not become labels of a
-    metric."""
+    """Name of the tool that a response calls first, as in `<tool_call>{"name": "search", ..}`. The result is `step` if
+    there is no call, or if `tools` lacks the name: a name that the policy made up must not become a metric's label."""
     found = _TOOL.search(text) if "<tool_call>" in text else None
     return found[1] if found is not None and found[1] in tools else "step"
 
@@ -239,7 +238,7 @@ def _name_of(tool: Mapping[str, Any]) -> str | None:
 
 
 async def _next(calls: asyncio.Queue[_EnvironmentCall | None]) -> _EnvironmentCall | None:
-    """The next call; None after the last one, or if the task was cancelled between two calls."""
+    """The next call of the environment; None after the last call, or if the task was cancelled between two calls."""
     try:
         return await calls.get()
     except asyncio.CancelledError:
@@ -249,8 +248,8 @@ async def _next(calls: asyncio.Queue[_EnvironmentCall | None]) -> _EnvironmentCa
 async def call_agent(play: Callable[..., Any], session: AgentSession, task: Task, seed: int) -> None:
     """Call an agent's `play` or `resume`: in this task if it is a coroutine function, else in a thread.
 
-    A thread cannot be ended from outside. After a first cancellation this function therefore waits until the thread
-    ends; a second cancellation ends the wait.
+    A thread cannot be ended from outside. So after a first cancellation this function waits until the thread ends. A
+    second cancellation ends the wait.
     """
     if inspect.iscoroutinefunction(play):
         await play(session, task, seed)

@@ -58,7 +58,7 @@ class Task:
     reward_spec: Mapping[str, Any] = field(default_factory=dict)
     """Data for scoring the answer, such as `{"method": "rule", "ground_truth": "42"}`."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """Further data for the environment: the column `extra_info`, and all columns of the row that have no other use."""
+    """Further data for the environment: the column `extra_info`, and all columns that Baton does not know."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools that the chat template describes to the policy."""
     temperature: float | None = None
@@ -99,7 +99,7 @@ class TrajectoryFailed(Exception):
 
 
 class Environment(Protocol):
-    """One episode of an environment. If the generator that plays it is lost, another generator restarts the episode."""
+    """One episode of an environment. If its generator is lost, another generator begins the episode again."""
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """Begin the episode and return its first messages."""
@@ -112,7 +112,7 @@ class Environment(Protocol):
 
 
 Status = Literal["ok", "failed", "aborted"]
-"""How an agent's run ended. A trajectory whose run is not `ok` and has no reward is not trained."""
+"""How an agent's run ended. If it is not `ok` and there is no reward, the trajectory is not trained."""
 
 
 class AgentSession(Protocol):
@@ -124,11 +124,11 @@ class AgentSession(Protocol):
     key: str
     """The session's key, for `OPENAI_API_KEY`."""
     moves: bool
-    """True if `play` or `resume` is cancelled because another generator continues the session: an agent with `resume`
-    then leaves its work running."""
+    """True if another generator is going to continue the session. Then `play` or `resume` is cancelled, and an agent
+    with `resume` leaves its work running."""
 
     async def until_finished(self, silence: float) -> None:
-        """Wait until work elsewhere has finished the session by its address (`POST /rl/sessions/ID/finish`).
+        """Wait until a program elsewhere has finished the session over HTTP (`POST /rl/sessions/ID/finish`).
 
         Raises:
             TimeoutError: no request came for `silence` seconds.
@@ -147,18 +147,18 @@ class AgentSession(Protocol):
     ) -> None:
         """End the trajectory with its reward. A trajectory that failed and has no reward is retried.
 
-        `reward`: the reward of the role `main`. `rewards`: rewards of single calls, by the id of the reply, and of
-        configured roles, by name. `transcript`: the run's output, kept with the trajectory. `reason`: the
-        reason why the run failed. `exit_code`: the exit code of the agent's process; `agents.exit_code_reward` may map
-        it to a reward.
+        `reward`: the reward of the role `main`. `rewards`: rewards of single calls (the key is the id of the reply) and
+        of configured roles (the key is the role's name). `transcript`: the run's output, kept with the trajectory.
+        `reason`: why the run failed. `exit_code`: the exit code of the agent's process; `agents.exit_code_reward` may
+        map it to a reward.
         """
 
 
 class Agent(Protocol):
     """An agent that plays one episode. It calls the policy itself, so it has no `reset` and `step`.
 
-    If an agent only starts work elsewhere, which calls the policy, the work outlives the generator's process. With the
-    method `resume` such an agent continues its session in another generator, in place of `play`:
+    Some agents only start a program elsewhere, and this program calls the policy. It continues when the generator's
+    process ends. Another generator then continues the session: it calls the agent's method `resume` instead of `play`:
 
         async def resume(self, session, task, seed) -> None
     """
@@ -170,8 +170,8 @@ class Agent(Protocol):
 def tagged(text: str, tag: str) -> list[re.Match[str]]:
     """All matches of `<tag>(.*?)</tag>` in a text, found in time linear in the text's length.
 
-    An ordinary regular expression takes seconds for a response that repeats `<tag>`, because it searches from each
-    `<tag>` to the end of the text.
+    An ordinary regular expression takes seconds for a response that repeats `<tag>`: it searches from each `<tag>` to
+    the end of the text.
 
     >>> [found[1] for found in tagged("<a> 1 </a> <a><a> 2 </a> <a>", "a")]
     [' 1 ', '<a> 2 ']

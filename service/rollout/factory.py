@@ -1,7 +1,7 @@
 """Makes the environment or the agent of each trajectory, according to the row's `env_class` and the configuration.
 
-With `env.isolation: process` environments run in child processes, whose main program is this module. A process serves
-one episode at a time, and is then reused.
+With `env.isolation: process`, environments run in child processes whose main program is this module. A process serves
+one episode after the other.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Environments:
         self._commands = commands
         isolated = config.isolation == "process"
         self.room = Semaphore(config.max_processes) if isolated or config.name == AGENT else nullcontext()
-        """Held during an episode. If episodes have their own processes, this is a semaphore, for which an episode waits
-        before its deadlines start."""
+        """Held during an episode. If each episode has a process, this is a semaphore. An episode waits for it before
+        its deadlines start."""
         self._processes = environment_processes(MAX_OBSERVATION_CHARACTERS) if isolated else None
 
     def make(self, task: Task) -> Environment | Agent:
-        """Make an environment or agent for one trajectory of the task. An empty `env_class` means the configured
+        """Make an environment or agent for one trajectory of the task. If `env_class` is empty, use the configured
         environment."""
         config = self._config
         name = task.env_class or config.name
@@ -73,7 +73,7 @@ class Environments:
         return hasattr(environment_class(name, self._config.trusted_modules), "play")
 
     def resumes(self, env_class: str = "") -> bool:
-        """True if an agent of this class continues its sessions in another generator: it has `resume`."""
+        """True if this class is an agent that can continue a session in another generator: it has `resume`."""
         name = env_class or self._config.name
         if name == AGENT or self._processes is not None:
             return False
@@ -141,7 +141,7 @@ class _Episodes:
             os.dup2(2, 1)  # an earlier environment may have closed stdout
             sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - until the next episode
             make, task = request["make"], request["task"]
-            task |= {"prompt": tuple(task["prompt"]), "tools": tuple(task["tools"])}  # JSON has lists for tuples
+            task |= {"prompt": tuple(task["prompt"]), "tools": tuple(task["tools"])}  # JSON made them lists
             self._environment = make_environment(make["name"], make["options"], make["trusted"])
             return list(await self._environment.reset(Task(**task), request["seed"]))
         if self._environment is None:

@@ -2,8 +2,8 @@
 
     a mapping, a list subclass, a numpy number, a str subclass   ->   dict, list, float or int, str (and bool, None)
 
-The copy is made by way of JSON, which bounds its depth and size. Methods of a value's class are called, and may raise
-any error, so all errors are caught.
+The value is written as JSON and read again; this bounds its depth and size. Writing it calls methods of its class,
+which may raise any error. So all errors are caught.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUMBER_CHARACTERS = 1 << 10
 INFO_CHARACTERS = 1 << 16
 """Maximum characters of one `info` as JSON."""
 MAX_ITEMS = 1 << 12
-"""Maximum number of values in a mapping or sequence of another type than dict, list and tuple; it may be endless."""
+"""Maximum number of values in a mapping or sequence that is no dict, list or tuple. (A user's type may be endless.)"""
 
 
 class NotAllowed(Exception):
@@ -81,10 +81,10 @@ def read_messages(field: str, limits: AgentLimits, value: Any) -> list[Message]:
 
 
 def plain_reward(value: Any, name: str = "reward") -> float:
-    """Check a reward and return it as a float that the buffer accepts. `name`: the value's name in error messages.
+    """Check a reward, and return it as a float that the buffer accepts. `name`: the reward's name in error messages.
 
     Raises:
-        NotAllowed: the value is not such a number.
+        NotAllowed: the buffer would refuse the value.
     """
     reason = StopReason.ENVIRONMENT_REWARD
     number = value if type(value) is float else _plain(name, value, NUMBER_CHARACTERS, reason)
@@ -94,11 +94,11 @@ def plain_reward(value: Any, name: str = "reward") -> float:
 
 
 def plain_info(value: Any, field: str = "info") -> dict[str, float]:
-    """Check an `info` and return its numbers by name; empty for None. A number that no float holds becomes NaN.
-    `field`: the mapping's name in error messages.
+    """Check an `info` and return its numbers by name; empty for None. A number that is too large for a float becomes
+    NaN. `field`: the mapping's name in error messages.
 
     Raises:
-        NotAllowed: the value is not such a mapping, or too large.
+        NotAllowed: the value is not a mapping from names to numbers, or is too large.
     """
     if value is None:
         return {}
@@ -133,7 +133,7 @@ def _plain(
     kind: type | tuple[type, ...] = object,
     needed: str = "",
 ) -> Any:
-    """A copy of a value that must be of the given kind, with up to `most` characters as JSON."""
+    """A copy of a value. The value must be of the type `kind`, and have at most `most` characters as JSON."""
     try:
         # Unlike msgspec's, Python's JSON refuses bytes, which are no text.
         builtin = msgspec.to_builtins(value, builtin_types=BYTES, str_keys=True, enc_hook=_simpler)
@@ -153,10 +153,10 @@ def _plain(
 
 
 def _simpler(value: Any) -> Any:
-    """A value of a simpler type, for a type that msgspec does not know.
+    """The value in a simpler type that msgspec knows.
 
     Raises:
-        TypeError: there is none.
+        TypeError: there is no such type, or the value has too many items.
     """
     kind = type(value)
     if issubclass(kind, np.generic):

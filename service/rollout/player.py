@@ -26,7 +26,7 @@ from service.types import Steps, TrajectoryEnd, TrajectoryId
 
 
 class AgentPlayer(Protocol):
-    """Plays the trajectories of agents that call the policy themselves. A `Player` has an `AgentPlayer` only if agents
+    """Plays the trajectories of agents that call the policy over HTTP. A `Player` has an `AgentPlayer` only if agents
     can call the policy."""
 
     limits: AgentLimits
@@ -38,10 +38,10 @@ class AgentPlayer(Protocol):
     """The address of this process's endpoint."""
 
     calls_again: Callable[[list[TrajectoryId]], Awaitable[bool]] | None
-    """Awaited before calls of the policy in a restored trajectory until it has returned True once."""
+    """In a restored trajectory it is awaited before each call of the policy, until it has returned True once."""
 
     async def listen(self) -> None:
-        """Serve `address`, if it is not served yet."""
+        """Start to serve `address`, unless it is served already."""
 
     def open_trajectories(self) -> list[TrajectoryId]:
         """The trajectories that wait for their agents or for the policy."""
@@ -50,7 +50,7 @@ class AgentPlayer(Protocol):
         """Prepare to continue a trajectory that another process began; returns False if that is impossible."""
 
     def abandon(self) -> None:
-        """Stop answering requests of agents, and let another generator continue their sessions."""
+        """Stop answering requests of agents, so that another generator can continue their sessions."""
 
     async def play(
         self, trajectory: TrajectoryId, task: Task, guard: EnvGuard, seed: int, sink: StepSink
@@ -86,13 +86,13 @@ class Player:
         self._environments = Environments(settings.env, commands)
         self.agents = agents(self.chat, self._engine, self._limits)
         self.failures: dict[str, str] = {}
-        """For each stop reason, the error of the most recent trajectory that failed with it."""
+        """For each stop reason, the error of the newest trajectory that failed for this reason."""
         self.leaked = LeakedTasks()
         self._ended: list[tuple[TrajectoryEnd, str]] = []
         """Training trajectories that ended and are not measured yet, each with the name of its environment."""
 
     async def play(self, trajectory: TrajectoryId, task: Task, sink: StepSink) -> TrajectoryEnd:
-        """Play one trajectory for training; its steps, and the record that ends it, are sent to `sink`.
+        """Play one trajectory for training. Send its steps, and the record that ends it, to `sink`.
 
         Raises:
             RunFailed: too many environments did not return when cancelled; this process has to be restarted.
@@ -118,20 +118,20 @@ class Player:
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
         """Prepare to continue a trajectory that another process began; `play` then continues it.
 
-        Returns False if that is impossible: only an agent with the method `resume` works outside of that process.
+        Returns False if that is impossible: only an agent with the method `resume` can be continued in another process.
         """
         if self.agents is None or not self._environments.resumes(task.env_class):
             return False
         return self.agents.restore(trajectory, deepcopy(task), steps, sink)
 
     def abandon(self) -> None:
-        """Let another generator continue the sessions of agents, because this one ends."""
+        """Let another generator continue the sessions of agents, because this generator ends."""
         if self.agents is not None:
             self.agents.abandon()
 
     async def play_unmeasured(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> TrajectoryEnd:
-        """Play one trajectory as `play` does, but without metrics; for trajectories that are not sent to the buffer,
-        such as those of an evaluation."""
+        """Play one trajectory as `play` does, but without metrics. For trajectories that do not go to the buffer, such
+        as trajectories of an evaluation."""
         return (await self._play(trajectory, task, sink, seed)).end
 
     def measure(self, metrics: Metrics, trace: Trace) -> None:

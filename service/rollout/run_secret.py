@@ -1,6 +1,6 @@
 """The secret of a run, from which the keys of its agents' sessions are derived.
 
-So a restarted generator, on any node, accepts the same keys without having stored them.
+Generators derive the keys again instead of storing them. So a restarted generator, on any node, accepts the same keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RunSecret(NamedTuple):
 
     value: bytes
     run: Path | None = None
-    """The run's folder, in which generators note the sessions that ended; None: they note nothing."""
+    """The run's folder, in which generators record the sessions that ended; None: they record nothing."""
 
     def __repr__(self) -> str:
         return "RunSecret"
@@ -44,7 +44,7 @@ def run_secret(run: Path) -> RunSecret:
     try:
         value = bytes.fromhex(file.read_text("ascii"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{file}: no secret of a run can be read there; remove it, which ends open sessions") from error
+        raise UserError(f"{file}: no secret of a run can be read; remove it, which ends open sessions") from error
     if len(value) != SECRET_BYTES:
-        raise UserError(f"{file}: is no secret of a run; remove it, which ends open sessions")
+        raise UserError(f"{file}: is no secret of a run; remove the file (this ends open sessions)")
     return RunSecret(value, run)

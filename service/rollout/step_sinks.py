@@ -1,5 +1,4 @@
-"""Collects steps, and the records that end trajectories, into one message to the buffer, in the order in which they
-happen.
+"""Collects steps, and the records that end trajectories, into one message to the buffer. The message keeps their order.
 
 StepColumns().append(step), .append(step), .end(end)  --step_group(sender)-->  StepGroup
                                                       --service.handoff.steps.wire.encode-->  bytes of the message
@@ -33,8 +32,7 @@ class StepSink(Protocol):
         """Receive the record that ends a trajectory."""
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Wait for the buffer's answer about the trajectory's last step; returns True if the buffer accepted the
-        step."""
+        """Wait for the buffer's answer about the trajectory's newest step. Returns True if the buffer accepted it."""
 
 
 class StepColumns:
@@ -42,9 +40,10 @@ class StepColumns:
 
     def __init__(self) -> None:
         self.n_bytes = 0
-        """Bytes of all token columns, and of the values in the records that end trajectories."""
+        """Bytes of all token columns and of the records that end trajectories."""
         self.name_bytes = 0
-        """Maximum bytes of uids, stop reasons, notes and infos in the message's header, each with its length prefix."""
+        """Upper bound of the bytes of uids, stop reasons, notes and infos in the message's header, each with its length
+        prefix."""
         self.routing: tuple[int, ...] | None = None
         """(layers, topk) of the routed experts, which must be the same for all steps of a message."""
         self.ends: list[TrajectoryEnd] = []
@@ -70,12 +69,12 @@ class StepColumns:
         self._count_names(end.prompt_uid, end.stop_reason, end.info)
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Always True, because the steps are only collected here and no buffer has to accept them."""
+        """Always True: steps are only collected here, and no buffer has to accept them."""
         return True
 
     def by_trajectory(self) -> dict[TrajectoryId, StepColumns]:
-        """The steps of each trajectory, and the record that ends it, as a `StepColumns` of its own. Trajectories are in
-        order of first appearance."""
+        """One `StepColumns` for each trajectory, with its steps and the record that ends it. Trajectories are in the
+        order in which they first appear."""
         parts: dict[TrajectoryId, StepColumns] = {}
         for step in self._steps:
             parts.setdefault(step.trajectory, StepColumns()).append(step)

@@ -1,4 +1,4 @@
-"""Records where trajectories spend their time: the seconds of each part in metrics, and a sample in the timeline.
+"""Records where trajectories spend their time: metrics get the seconds of each part, the timeline gets a sample.
 
 with timelines.playing(trajectory, "search"):      # from the claim to the end
     generation = await engine.generate(...)        # a call: queue, prefill, decode, pause
@@ -23,14 +23,13 @@ from service.types import Int32s, TrajectoryId
 SAMPLED_A_SECOND = 2.0
 """Maximum number of trajectories per second that are sampled, over all engines of a run."""
 SAMPLED_AT_ONCE = 8
-"""Maximum number of sampled trajectories of a process at a time; each has a row of the timeline."""
+"""Maximum number of trajectories that a process samples at the same time; each has its own row in the timeline."""
 MAX_CALLS = 256
-"""Maximum number of recorded calls of a trajectory; later calls are only added to the trajectory's parts."""
+"""Maximum number of recorded calls of a trajectory. Of later calls, only the seconds are counted."""
 
 ENVIRONMENT = "environment"
 PARTS = ("queue", "prefill", "decode", "pause", ENVIRONMENT, "other")
-"""Parts of a trajectory's time. Where the engine does not report `queue` and `prefill`, their time counts as
-`decode`."""
+"""Parts of a trajectory's time. If the engine does not report `queue` and `prefill`, their time counts as `decode`."""
 
 
 class TimedCall(NamedTuple):
@@ -39,12 +38,12 @@ class TimedCall(NamedTuple):
     began: float
     ended: float
     tool: str
-    """The tool, or the method, of a call of the environment; empty for a call of the engine."""
+    """For a call of the environment: the tool, or else the method; for a call of the engine: empty."""
     detail: dict[str, Any]
 
 
 class Timeline:
-    """One trajectory: when it began, its calls, and how its time is divided."""
+    """The times of one trajectory: its beginning, its calls, and the seconds of each part."""
 
     def __init__(self, trajectory: TrajectoryId, env: str, row: int | None) -> None:
         """`row`: the number of its row in the timeline; None: it is not in the sample."""
@@ -57,7 +56,7 @@ class Timeline:
         """(tool, seconds) of each call of the environment."""
 
     def add(self, call: TimedCall, parts: dict[str, float]) -> None:
-        """Record a call that has returned. `parts`: for each of `PARTS`, the seconds that the call adds to it."""
+        """Record a call that has returned. `parts`: the seconds that the call adds to each part."""
         for part, taken in parts.items():
             self.seconds[part] += taken
         if self.row is not None and len(self.calls) < MAX_CALLS:
@@ -78,7 +77,7 @@ class Timeline:
 
 
 class Timelines:
-    """Measures the trajectories that one process plays, and collects a sample of them for the timeline: one every
+    """Measures the trajectories that one process plays, and collects a sample for the timeline: one trajectory every
     `engines / SAMPLED_A_SECOND` seconds, at most `SAMPLED_AT_ONCE` at a time."""
 
     def __init__(self, engines: int = 1) -> None:
@@ -95,7 +94,7 @@ class Timelines:
 
     @contextmanager
     def playing(self, trajectory: TrajectoryId, env: str) -> Iterator[Timeline]:
-        """Within the block, record the calls of a trajectory; a cancelled trajectory is left out of the results."""
+        """Within the block, record the calls of a trajectory. A cancelled trajectory is not recorded."""
         key, now, row = str(trajectory), time.monotonic(), None
         if now >= self._next_sample and self._rows:
             self._next_sample, row = now + self._pause, self._rows.pop()
@@ -105,7 +104,7 @@ class Timelines:
         finally:
             if line.row is not None:
                 self._rows = sorted([*self._rows, line.row], reverse=True)
-            if self._open.get(key) is line:  # unless the trajectory already continues here
+            if self._open.get(key) is line:  # else it was begun again meanwhile
                 del self._open[key]
 
     def generated(self, request: str, began: float, generation: Generation) -> None:
@@ -139,8 +138,8 @@ class Timelines:
             self._tools.setdefault((line.env, tool), []).append(taken)
 
     def measure(self, metrics: Metrics) -> None:
-        """Record metrics of the trajectories that ended since the last call: for each of `PARTS` the seconds that they
-        took, and the seconds of each tool's calls."""
+        """Record metrics of the trajectories that ended since the last call: the seconds of each part of `PARTS`, and
+        the seconds of each tool's calls."""
         for (env, part), seconds in self._parts.items():
             metrics.observe("baton_trajectory_seconds", np.asarray(seconds), env=env, part=part)
         for (env, tool), seconds in self._tools.items():
@@ -149,7 +148,7 @@ class Timelines:
         self._tools.clear()
 
     def record(self, trace: Trace) -> None:
-        """Write to `trace` the sampled trajectories that ended since the last call."""
+        """Write the sampled trajectories that ended since the last call to `trace`."""
         for line in self._sampled:
             line.record(trace)
         self._sampled.clear()

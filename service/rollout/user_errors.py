@@ -1,8 +1,8 @@
 """Handles errors of users' code: describes an error in one line with file and line number, and turns SystemExit and
 KeyboardInterrupt into ordinary errors.
 
-If a task raises SystemExit or KeyboardInterrupt, asyncio raises it again in the event loop. This would end the loop and
-all trajectories.
+If a task raises SystemExit or KeyboardInterrupt, asyncio raises the error again in the event loop. This would end the
+loop and all trajectories.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ CALLERS = (HERE, os.path.join(os.path.dirname(HERE), "scorers"))
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and message of an error, then places as file and line: the line of the user's code that was called, and the
-    line that raised the error if it is another line: `KeyError: 'age' (my_envs.py:12)`."""
+    """One line with the type, the message and the place of an error: `KeyError: 'age' (my_envs.py:12)`. The place is
+    the line of the user's code that was called, and then the line that raised the error, if it is another line."""
     name = type_name(error)
     try:
         text = f"{name}: {error}"[:MAX_CHARACTERS]
@@ -44,7 +44,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def type_name(value: object) -> str:
-    """The name of a value's class; works even if a metaclass defines `__name__`."""
+    """The name of a value's class, even if a metaclass defines `__name__`."""
     name: str = type.__dict__["__name__"].__get__(type(value))
     return str.__str__(name)[:MAX_NAME_CHARACTERS]
 
@@ -67,7 +67,7 @@ def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> 
         return asyncio.Task(coroutine, loop=loop, **more)
 
     def close(task: object) -> None:
-        # A task that was cancelled before its first line leaves its coroutine; closing that runs no code of users.
+        # A task that was cancelled before its first line leaves its coroutine open. Closing it runs no code of users.
         if type(coroutine) is CoroutineType and getcoroutinestate(coroutine) == CORO_CREATED:
             coroutine.close()
 
@@ -77,7 +77,7 @@ def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> 
 
 
 async def _contained(coroutine: Any) -> Any:
-    """The result of a coroutine, whose SystemExit or KeyboardInterrupt becomes an ordinary error."""
+    """The result of a coroutine. A SystemExit or KeyboardInterrupt that it raises becomes an ordinary error."""
     try:
         return await coroutine
     except (SystemExit, KeyboardInterrupt) as error:

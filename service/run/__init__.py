@@ -1,1 +1,1 @@
-"""The folder of a run and its checkpoints; in rooms: what a run begins with, what it writes, whether it lives."""
+"""The run folder and its checkpoints; and packages for the inputs of a run, its records, and its liveness."""

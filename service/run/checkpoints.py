@@ -1,8 +1,8 @@
 """Checkpoints of a run. Each is a folder `step_<n>/` with the trainer's files, and a manifest that is written last.
 
-A checkpoint counts only if its manifest is readable and its files match the manifest. If the process is killed at any
-moment, either the new checkpoint or the earlier checkpoints are therefore complete. No file names the newest
-checkpoint; the folders alone decide.
+A checkpoint counts only if its manifest is readable and its files match the manifest. So if the process is killed, at
+any moment, at least one of the new and the earlier checkpoints is complete. No file names the newest checkpoint: it is
+the folder with the highest step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STEP = re.compile(rf"{PREFIX}(0|[1-9]\d{{0,17}})", re.ASCII)
 WRITTEN_BYTES = 16 << 20
 """Bytes that are written to measure the speed of a disk."""
 SLOW_SECONDS = 600.0
-"""Seconds for a checkpoint above which a disk is slow."""
+"""A disk is slow if a checkpoint takes more than this number of seconds."""
 MIN_FREE_BYTES = 20e9
 
 _Stamps = list[tuple[int, int]]
@@ -46,7 +46,7 @@ _Stamps = list[tuple[int, int]]
 
 
 class _OtherFormat(UserError):
-    """A manifest written by another version of Baton."""
+    """Raised if another version of Baton wrote the manifest."""
 
 
 class FileChecksum(BaseModel):
@@ -82,8 +82,7 @@ class Manifest(BaseModel):
         return raw
 
     def check_journal(self, position: int, folder: Path) -> None:
-        """Raises `UserError` if the journal in `folder`, which ends at `position`, lacks anything up to the
-        checkpoint."""
+        """Raises `UserError` if the journal in `folder` ends, at `position`, before the checkpoint."""
         if position < self.journal_position:
             raise UserError(
                 f"{folder}: the journal ends at position {position}, but the checkpoint of step {self.step} was "
@@ -99,7 +98,7 @@ class Checkpoints:
         self._folder = folder
         self._keep = keep
         self._hashed: dict[int, _Stamps] = {}
-        """Stamps of the files of each step when they last matched the manifest, by step."""
+        """By step: the stamps of its files when they last matched the manifest."""
 
     def path(self, step: int) -> Path:
         """The folder for the checkpoint of a step."""
@@ -113,9 +112,9 @@ class Checkpoints:
         return path
 
     def finish(self, step: int, journal_position: int) -> int:
-        """Complete the checkpoint of a step by writing its manifest; returns the step of the oldest checkpoint that is
-        kept. Checkpoints are deleted that are too old, damaged, unfinished, or of a later step, which exist if the
-        trainer has restarted."""
+        """Complete the checkpoint of a step by writing its manifest. Returns the step of the oldest checkpoint that is
+        kept. Deletes checkpoints that are too old, damaged, unfinished, or of a later step (left by a trainer before
+        its restart)."""
         path = self.path(step)
         manifest = Manifest(
             step=step,
@@ -135,13 +134,13 @@ class Checkpoints:
                 try:
                     self._remove(other)
                 except OSError as error:
-                    if other > step:  # it would be taken for the newest one
+                    if other > step:  # else it would count as the newest checkpoint
                         raise
                     log.warning("an old checkpoint stays: %s", error)
         return min(kept)
 
     def drop_unfinished(self) -> None:
-        """Delete checkpoints without a manifest, which a killed writer left behind. Only the run's own process may call
+        """Delete checkpoints without a manifest: a killed writer left them. Only the run's own process may call
         this."""
         for step in self._steps():
             if not (self.path(step) / MANIFEST).exists():
@@ -164,12 +163,12 @@ class Checkpoints:
         return None
 
     def steps(self) -> list[int]:
-        """The steps of all checkpoints that have a manifest, in order; manifests and files are not checked."""
+        """The steps of all checkpoints that have a manifest, in order. Manifests and files are not checked."""
         return [step for step in reversed(self._steps()) if (self.path(step) / MANIFEST).exists()]
 
     def manifest(self, step: int) -> Manifest:
-        """The manifest of a step's checkpoint; `UserError` if there is none, or names the first file that does not
-        match it."""
+        """The manifest of a step's checkpoint. `UserError` if there is none, or a file does not match it; names the
+        first such file."""
         path, manifest = self.path(step), self._read(step)
         stamps = self._stamps(manifest)
         for name, expected in manifest.files.items():
@@ -215,7 +214,7 @@ class Checkpoints:
         )
 
     def _remove(self, step: int) -> None:
-        """Delete whatever has the name of the step's folder, the manifest first; of a link only the link itself."""
+        """Delete the step's folder, its manifest first. If a file or link has the folder's name, delete only this."""
         self._hashed.pop(step, None)
         path = self.path(step)
         if path.is_symlink() or path.is_file():
@@ -237,8 +236,8 @@ class Checkpoints:
 
 
 def disk_notes(folder: str | Path, checkpoint_bytes: float) -> Iterator[str]:
-    """Notes on the disk of a run folder: too little room for the checkpoints, or a slow disk; the rate includes
-    `fsync`."""
+    """Notes on the disk of a run folder: too little room for the checkpoints, or a slow disk. The measured speed
+    includes `fsync`."""
     needed = MIN_FREE_BYTES + 2 * checkpoint_bytes  # the newest one is kept until the next one is complete
     if (free := shutil.disk_usage(folder).free) < needed:
         yield f"has {free / 1e9:.0f} GB free on the disk of {folder}: give it {needed / 1e9:.0f}"
@@ -260,7 +259,7 @@ def disk_notes(folder: str | Path, checkpoint_bytes: float) -> Iterator[str]:
 
 
 def _damage(file: Path, expected: FileChecksum) -> str | None:
-    """How a file differs from its entry in the manifest; None if it does not."""
+    """How a file differs from its entry in the manifest; None if they match."""
     if not os.path.isfile(file):  # also if the name is not valid for files
         return "is missing"
     size = file.stat().st_size

@@ -49,7 +49,7 @@ CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
 TRAJECTORIES_BYTES = 64 << 20
-"""Size in bytes above which nothing more is appended to `trajectories.jsonl`."""
+"""From this size in bytes on, nothing is appended to `trajectories.jsonl`."""
 EVALUATIONS = "evaluations.jsonl"
 CURVE = "learning_curve.png"
 TIMELINE = "timeline"
@@ -67,16 +67,15 @@ BEST = "best"
 LOGS = "logs"
 STORE_MARK = "store.json"
 TARGETS = ".prometheus"
-"""Folder beside the run folders; for each running run it has a file of scrape targets for Prometheus."""
+"""Folder beside the run folders. For each active run, it has a file with Prometheus's scrape targets."""
 DRIVER_LOG = "driver.log"
 
 BEGUN = (LOCK, LOGS, JOURNAL, METRICS, TRAJECTORIES, CHECKPOINTS, FINAL, ADDRESS, SUMMARY, TIMELINE)
-"""Names of files and folders in a run folder; a folder with a configuration but with none of these is not a started
-run."""
+"""Names of files and folders in a run folder. If a folder has only a configuration and none of these, no run was
+started in it."""
 
 LOCK_SECONDS = 1.0
-"""Seconds that a run waits for the lock of its folder; the wait is needed because `is_locked` holds the lock for an
-instant."""
+"""Seconds that a run waits for the lock of its folder. (`is_locked` holds the lock for an instant.)"""
 
 
 def is_run_folder(path: Path) -> bool:
@@ -85,8 +84,8 @@ def is_run_folder(path: Path) -> bool:
 
 
 def find_run(run: str | Path, runs: Path = RUNS) -> Path | None:
-    """Find a run folder by its path or by its name in `runs`; None if there is none. Any folder with a configuration
-    file is found, even if no run was started in it; `UserError` if it has a pipe or a device, which may have no end."""
+    """Find a run folder by its path or by its name in `runs`; None if there is none. A folder with a configuration file
+    is found even if no run was started in it. `UserError` if it has a pipe or a device, because these may never end."""
     folder = next((folder for folder in (Path(run), runs / run) if is_run_folder(folder)), None)
     for file in () if folder is None else folder.iterdir():
         if file.exists() and not (file.is_file() or file.is_dir()):
@@ -105,13 +104,13 @@ def check_begun(folder: Path) -> None:
 def count(text: str) -> int:
     """Parse an argument such as a number of lines: a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number of at least 1")
     return int(text)
 
 
 def run_folder(run: str | Path | None, runs: Path = RUNS) -> Path:
-    """Find a run folder by its path or by its name in `runs`; None: the run that was started or resumed last.
-    `UserError` if there is no such run, or it was never started."""
+    """Find a run folder by its path or by its name in `runs`; None: the newest run, by start or resumption. `UserError`
+    if there is no such run, or it was never started."""
     if run is None:
         begun = [(file.stat().st_mtime_ns, file.parent) for file in runs.glob(f"*/{CONFIG}")]
         if not begun:
@@ -124,8 +123,8 @@ def run_folder(run: str | Path | None, runs: Path = RUNS) -> Path:
 
 
 def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserError:
-    """The error for a word that is neither the folder nor the name of a run. `besides`: other words that the command
-    would accept, as in "a URL, "."""
+    """The error for a word that names no run, by folder or name. `besides`: the other words that the command accepts,
+    as in "a URL, "."""
     near = difflib.get_close_matches(Path(run).name, [file.parent.name for file in runs.glob(f"*/{CONFIG}")], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     if ":/" in str(run):
@@ -134,14 +133,14 @@ def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserEr
 
 
 def runs_folder(directory: Path) -> Path:
-    """The folder that contains the run folders: `directory`. In a Ray job, which works in a temporary copy of the
-    current folder, a relative `directory` is relative to the home folder."""
+    """The folder that contains the run folders: `directory`. In a Ray job, a relative `directory` begins at the home
+    folder, because the job's current folder is a temporary copy."""
     return Path.home() / directory if IN_RAY_JOB in os.environ else directory
 
 
 def new_run_folder(parent: Path, name: str) -> Path:
-    """Make the folder `parent/name`; if it exists, `parent/name-2`, then `-3`, and so on; `UserError` if no folder can
-    be made."""
+    """Make the folder `parent/name`, or, if it exists, `parent/name-2`, `parent/name-3` and so on. `UserError` if no
+    folder can be made."""
     try:
         Path(parent).mkdir(parents=True, exist_ok=True)
         for number in range(1, 10_000):
@@ -159,8 +158,8 @@ def new_run_folder(parent: Path, name: str) -> Path:
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Within the block, hold the lock of a run folder, so that only one process runs the run; `UserError` if another
-    holds it."""
+    """Within the block, hold the lock of a run folder, so that only one process runs the run. `UserError` if another
+    process holds it."""
     try:
         lock = lock_folder(folder, LOCK_SECONDS)
     except TimeoutError:
@@ -170,14 +169,13 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 
 def initial_model(model: ModelConfig, run: Path) -> Path:
-    """The Hugging Face folder of the model with which a run began: `model.path`, or the folder of the model that the
-    run made."""
+    """The Hugging Face folder of a run's initial model: `model.path`, or the model that the run made."""
     return model.path or run / MODEL
 
 
 def warmed_model(model: ModelConfig, run: Path) -> Path | None:
-    """The Hugging Face folder of the warm-started model, if the run has a warm start and then trains only an adapter,
-    which is added to this model. None for all other runs."""
+    """The Hugging Face folder of the warm-started model, if the run then trains an adapter on top of this model. None
+    for all other runs."""
     return run / WARM_START if model.lora is not None and model.warm_start is not None else None
 
 
@@ -187,20 +185,20 @@ def write_address(folder: Path, url: str) -> None:
 
 
 def read_address(folder: Path) -> str:
-    """The address at which a run serves /metrics and /status, or last served them; raises the errors of a damaged file
-    (OSError, ValueError, TypeError, KeyError, RecursionError)."""
+    """The address at which a run serves /metrics and /status, or last served them. For a damaged file it raises
+    OSError, ValueError, TypeError, KeyError or RecursionError."""
     return str(json.loads((folder / ADDRESS).read_text(encoding="utf-8"))["url"])
 
 
 def refuse_larger(files: Sequence[Path], most: int) -> None:
-    """Raises `UserError` if files, before they are read as a whole, have more than `most` bytes, which no run
-    writes."""
+    """Raises `UserError` if files together have more than `most` bytes: no run writes so much, and they would be read
+    as a whole."""
     if (size := sum(file.stat().st_size for file in files)) > most:
-        raise UserError(f"{files[0].parent}: {size:,} bytes lie there, but no run writes more than {most:,}")
+        raise UserError(f"{files[0].parent}: its files have {size:,} bytes, but no run writes more than {most:,}")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file; an incomplete last line, left by a killed writer, is skipped."""
+    """Yield the objects of a JSONL file. Skips an incomplete last line, which a killed writer leaves."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as file:

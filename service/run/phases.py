@@ -18,8 +18,7 @@ log = logging.getLogger("baton")
 log.setLevel(logging.INFO)
 
 SECONDS = 5.0
-"""Seconds between the first and the second line about a phase; each later pause is twice as long as the previous
-pause."""
+"""Seconds between the first and the second line about a phase. Each later pause is twice as long."""
 
 MAX_SECONDS = 20.0
 """Maximum seconds between two lines about a phase."""
@@ -45,9 +44,9 @@ def phase(
     after: float = 0.0,
     seconds: float = SECONDS,
 ) -> Iterator[None]:
-    """Within the block, print that the phase `what` has begun, unless it ends within `after` seconds, and at growing
-    intervals that it still continues. `left`: returns what it waits for. A thread prints, because the slowest phases
-    block the event loop."""
+    """Within the block, print that the phase `what` has begun, and at growing intervals that it continues. Print
+    nothing if the phase ends within `after` seconds. `left`: returns what it waits for. A thread prints, because the
+    slowest phases block the event loop."""
     over = threading.Event()
     began = time.monotonic()
     if not after:

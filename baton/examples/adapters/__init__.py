@@ -1,1 +1,1 @@
-"""Environments of other libraries as environments of Baton: examples to copy and change (docs/environments.md)."""
+"""Adapters that make other libraries' environments environments of Baton: examples to copy (docs/environments.md)."""

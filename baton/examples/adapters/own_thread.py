@@ -19,8 +19,8 @@ class OwnThread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="environment")
 
     async def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Call a function in the thread. A call that is cancelled also waits until the function has returned, so that
-        Baton counts a thread that hangs."""
+        """Call a function in the thread. A cancelled call still waits until the function has returned, so that Baton
+        counts a thread that hangs."""
         loop = asyncio.get_running_loop()
         answer = loop.run_in_executor(self._executor, partial(function, *arguments, **named))
         try:

@@ -22,7 +22,7 @@ Option = str | int | float | bool
 
 
 class ReasoningGym:
-    """An episode that asks one question of the dataset `dataset`; `options`: the dataset's options."""
+    """An episode that asks one question of the dataset `dataset`. `options`: the dataset's options."""
 
     def __init__(self, dataset: str, **options: Option) -> None:
         self._name, self._options = dataset, tuple(sorted(options.items()))
@@ -32,7 +32,7 @@ class ReasoningGym:
         self._thread = OwnThread()
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """Generate the question of the row again, check that it is equal to the row's text, and return the prompt."""
+        """Generate the row's question again, check that it equals the row's text, and return the prompt."""
         extra = task.extra_info
         self._dataset = made(self._name, int(extra["seed"]), int(extra["size"]), self._options)
         self._entry = await self._thread.call(self._dataset.__getitem__, int(extra["index"]))
@@ -53,7 +53,7 @@ class ReasoningGym:
 
 
 def rows(n: int, seed: int, dataset: str = "chain_sum", **options: Option) -> list[dict[str, Any]]:
-    """Make `n` questions as dataset rows; the environment that plays them needs the same dataset and options."""
+    """Make `n` questions as dataset rows. The environment that plays them needs the same dataset and options."""
     questions = made(dataset, seed, n, tuple(sorted(options.items())))
     return [
         {

@@ -23,7 +23,7 @@ from baton.examples.adapters.own_thread import OwnThread
 
 
 class SkyRLGym:
-    """One episode of the environment that skyrl-gym registers as `env_id`; `options`: its `env_config`."""
+    """One episode of the environment that skyrl-gym registers as `env_id`. `options`: its `env_config`."""
 
     def __init__(self, env_id: str, max_turns: int = 4, **options: str | int | float | bool) -> None:
         self._env_id, self._max_turns = env_id, max_turns
@@ -40,7 +40,7 @@ class SkyRLGym:
         return [Message(role=message["role"], content=message["content"]) for message in messages]
 
     async def step(self, text: str) -> StepResult:
-        """Return the environment's answer to a turn; at the end, `info` has the metrics of skyrl-gym."""
+        """Return the environment's answer to a turn. In the last answer, `info` has the metrics of skyrl-gym."""
         result = await self._thread.call(self._env.step, text)
         done = bool(result["done"])
         metrics = await self._thread.call(self._env.get_metrics) if done else {}

@@ -1,6 +1,6 @@
 """Invented geography as a corpus and as a database: towns on rivers that flow through regions.
 
-`python -m baton.examples.data` rewrites the files of this folder; they depend on this module only.
+`python -m baton.examples.data` writes the files of this folder again. They depend only on this module.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     user: higher                         assistant: 12
     user: lower                          assistant: 10        reward 1, done
 
-An environment is text in, text out; one object is one episode. `reset` returns the prompt, `step` answers one turn of
-the policy, `close` frees what the episode holds. An episode that raises or hangs costs its own trajectory only.
+An environment gets text and returns text; one object plays one episode. `reset` returns the prompt, `step` answers one
+turn of the policy, `close` frees the episode's resources. If an episode raises or hangs, only its own trajectory is
+lost.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ class GuessNumber:
     """The environment: answers a guess with `higher` or `lower`; the right number has reward 1 and ends the episode."""
 
     def check_task(self, task: Task) -> None:
-        """Raises if a row cannot be played; called for every row before a run starts. This method is optional."""
+        """Raises if a row cannot be played. It is called for every row before a run starts. This method is optional."""
         number = int(task.reward_spec["ground_truth"])
         if not 1 <= number <= LARGEST:
             raise ValueError(f"ground_truth {number} is not between 1 and {LARGEST}")
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """Begin an episode; take all randomness from `seed`, which all trajectories of a group share."""
+        """Begin an episode. Take all randomness from `seed`: all trajectories of a group have the same seed."""
         self.number = int(task.reward_spec["ground_truth"])
         self.guesses = 0
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
-        """Judge the last number in the text; a text without a number counts as a guess that is too low."""
+        """Judge the last number in the text. A text without a number counts as a guess that is too low."""
         found = re.findall(r"\d+", text)
         guess = int(found[-1]) if found else 0
         self.guesses += 1
@@ -70,9 +71,9 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` conversations for the supervised start, of which about `right_fraction` halve the range with each guess.
+    """`n` conversations for the supervised start. About `right_fraction` of them halve the range with each guess.
 
-    The others guess at random and ignore the hints: reinforcement learning has something to improve.
+    The others guess at random and ignore the hints, so that RL has something to improve.
     """
     return [_conversation(bool(rng.random() < right_fraction), rng) for _ in range(n)]
 

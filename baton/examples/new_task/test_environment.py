@@ -13,7 +13,7 @@ TASK = Task("one", (PROMPT,), "environment:GuessNumber", {"ground_truth": 10})
 
 
 def play(*texts: str) -> list[tuple[str, float, bool]]:
-    """The environment's answer to each of some texts: (message, reward, whether the episode is over)."""
+    """The environment's answers to texts: for each text (message, reward, whether the episode is over)."""
 
     async def episode() -> list[tuple[str, float, bool]]:
         environment = GuessNumber()

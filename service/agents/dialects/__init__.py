@@ -1,2 +1,2 @@
-"""The HTTP APIs by which clients call a language model. For each API, pure functions read a request and write the
+"""The HTTP APIs with which clients call a language model. Each has pure functions that read a request and write the
 answer."""

@@ -4,7 +4,7 @@
     {"messages": [...], "logit_bias": {"5": 1}}      400   logit_bias: what is sampled is the trained distribution
     {"messages": [...], "seed": 5, "x": 1}           read; `seed` and `x` change nothing, and the answer names them
 
-A schema is a struct. Fields of a request that the struct does not have change nothing, except the fields in `REFUSED`.
+A schema is a struct. A field that the struct lacks has no effect; a field in `REFUSED` is refused.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from service.rollout.chat.chat import Tool
 from service.rollout.chat.tools import read_json
 
 HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Half of a surrogate pair, as a JSON escape; programs that cut text in the middle of a character send such halves."""
+"""A JSON escape of half a surrogate pair. Programs send halves if they cut a text in the middle of a character."""
 WHERE = re.compile(r"(?P<reason>.*?)(?: - at `\$\.?(?P<field>.*)`)?", re.DOTALL)
 FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-"""Names of fields that are written to a header and to a log unchanged."""
+"""Names of fields that may be written to a header and a log unchanged."""
 FORMATS, OPTIONS = ("response_format", "output_format"), ("text", "output_config")
-"""Fields that state the form of an answer; and fields with options, in which the option `format` may state the form."""
+"""Fields that prescribe the form of an answer; and fields whose option `format` may prescribe it."""
 MAX_NAMED = 32
 """Maximum number of ignored fields that an answer names."""
 MISSING = re.compile(r"required field `(\w+)`")
@@ -55,7 +55,7 @@ class ToolChoice(Struct):
 
 
 class Truncation(Struct, kw_only=True):
-    """Fields with which a request lets the sampler leave out tokens."""
+    """Fields with which a request truncates the distribution from which tokens are sampled."""
 
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
@@ -96,20 +96,21 @@ class _Format(Struct):
 
 
 class _Unless(NamedTuple):
-    """The rule for a field of a request: a value is refused unless it is among the `neutral` values."""
+    """The rule for a field of a request: only the `neutral` values are allowed."""
 
     neutral: tuple[Any, ...]
     reason: str
     code: str | None = None
-    """The error code after which clients send the same request without the field; None: there is no such code."""
+    """An error code that makes clients send the request again without the field; None: no code does."""
 
 
 ONE = _Unless((1,), "one call gives one answer")
-SAMPLED = _Unless(({}, []), "what is sampled is the distribution that is trained")
+SAMPLED = _Unless(({}, []), "the sampled distribution must be the trained one")
 PENALTY = _Unless((0, 0.0), SAMPLED.reason)
-WHOLE = _Unless((), "send the whole conversation; its tokens are found by its messages")
+WHOLE = _Unless((), "send the whole conversation: its messages select its tokens")
 NO_THREAD = "thread_unsupported_request"
-"""An error code for a request that names a stored conversation. Anthropic's SDK then sends the whole conversation."""
+"""An error code for a request that names a stored conversation. It makes Anthropic's SDK send the whole
+conversation."""
 REFUSED: Mapping[str, _Unless] = {
     "n": ONE,
     "use_beam_search": _Unless((False,), "answers are sampled"),
@@ -165,7 +166,7 @@ def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -
 def call_request(
     body: Mapping[str, Any], request: CommonFields, kinds: Collection[str], tools: Iterable[Function], **own: Any
 ) -> CallRequest:
-    """The request of a client: what all dialects read alike, its `tools`, and the dialect's `own` fields; `kinds`:
+    """The request of a client. It has the fields of all dialects, its `tools`, and the dialect's `own` fields. `kinds`:
     types of tools that the client runs and describes."""
     return CallRequest(
         tools=list(map(_template_form, tools)),
@@ -179,8 +180,8 @@ def call_request(
 
 
 def ignored_fields(body: Mapping[str, Any], shape: type[Struct], tools: Collection[str] = ()) -> tuple[str, ...]:
-    """The names of the request's fields that have no effect, in order: fields that the schema does not have, and, if
-    `tools` is not empty, tools whose type is not in `tools`."""
+    """The names of the request's fields that have no effect, in order: the fields that the schema lacks. If `tools` is
+    not empty, also the tools whose type is not in `tools`."""
     read = {*shape.__struct_fields__, *REFUSED, *FORMATS}
     names = (
         f"{name}.{inner}" if inner else name
@@ -195,8 +196,8 @@ def ignored_fields(body: Mapping[str, Any], shape: type[Struct], tools: Collecti
 
 
 def _forms_of(body: Mapping[str, Any], request: CommonFields) -> tuple[str, ...]:
-    """The fields with which a request prescribes the form of its answer: JSON of a schema, or a call of a tool. The
-    policy answers freely, so that a badly formed answer can be trained on; see `agents.structured`.
+    """The fields that prescribe the form of the answer: JSON of a schema, or a call of a tool. The policy still answers
+    freely, so that training can correct badly formed answers; see `agents.structured`.
 
     Raises:
         Refused: a form cannot be read.
@@ -232,8 +233,8 @@ def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:
 def own_tools(tools: list[dict[str, Any]] | None, shape: Any, kinds: Collection[str]) -> Iterator[Any]:
     """Convert the tools whose type is in `kinds`, or that have no type, to the schema `shape`.
 
-    Tools that a provider of models runs or describes itself are left out: refusing them would stop agents that always
-    offer such a tool.
+    Tools that a provider of models runs or describes itself are left out. A refusal would stop agents that always offer
+    such a tool.
     """
     for i, tool in enumerate(tools or ()):
         if not _is_left_out(tool, kinds):
@@ -252,7 +253,7 @@ def _template_form(tool: Function) -> Tool:
 
 
 def taken_begun(messages: list[dict[str, Any]], continues: bool) -> str:
-    """If a request `continues` its last message, remove that message and return its text, with which the answer begins.
+    """If a request `continues` its last message, remove this message and return its text: the answer begins with it.
 
     Raises:
         Refused: the message is not an assistant's, or contains more than text.

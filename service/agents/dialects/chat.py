@@ -74,7 +74,7 @@ class _ChatRequest(CommonFields, kw_only=True):
 
 
 def read(body: Mapping[str, Any]) -> CallRequest:
-    """Read the request; a client that asks for ids in either form gets ids and log-probabilities together."""
+    """Read the request. A client that asks for token ids, in either of vLLM's forms, gets ids and log-probabilities."""
     request = read_request(body, _ChatRequest)
     messages = [_message(message) for message in request.messages]
     begun = taken_begun(messages, bool(request.continue_final_message))
@@ -121,7 +121,7 @@ def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
 
 
 def _head(answer: CallAnswer, asked: CallRequest, kind: str) -> dict[str, Any]:
-    """The first fields of an answer and of each chunk of a stream; `kind`: the field `object`."""
+    """The first fields of an answer, or of a chunk of a stream. `kind`: the value of the field `object`."""
     return {"id": f"chatcmpl-{answer.call.name}", "object": kind, "created": answer.created, "model": asked.model}
 
 

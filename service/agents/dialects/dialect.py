@@ -1,5 +1,5 @@
-"""The interface of all dialects (HTTP APIs): a request is read as a `CallRequest`, and an answer is written from a
-`CallAnswer`.
+"""The interface of all dialects (HTTP APIs). A dialect reads a request as a `CallRequest`, and writes a `CallAnswer` as
+the answer.
 
 body of a POST --read--> CallRequest --(tree, engine, journal)--> CallAnswer --reply / events--> JSON / event stream
                    \\--> Refused --error / error_event--> the dialect's own form of an error
@@ -19,7 +19,7 @@ from service.rollout.chat.chat import Tool
 from service.types import Int32s
 
 LEAST = -9999.0
-"""The log-probability that OpenAI and vLLM give for a token that is as good as impossible."""
+"""The log-probability that OpenAI and vLLM give for an impossible token."""
 MODEL = "policy"
 """The name of the only model; requests may name any model."""
 DONE = b"data: [DONE]\n\n"
@@ -35,24 +35,24 @@ class CallRequest(NamedTuple):
     """The name of the model in the request; the answer repeats it."""
     tools: Sequence[Tool] = ()
     echoed: frozenset[str] = frozenset()
-    """Names of calls that the client sent back as a signature or as encrypted content."""
+    """Names of calls that the client sent back, as signatures or encrypted content."""
     stream: bool = False
     max_tokens: int | None = None
     """Maximum tokens of the answer; None: as many as fit."""
     truncation: Mapping[str, Any] = {}
-    """The sampler's `top_p`, `top_k` and `min_p` as far as the request has them."""
+    """The sampler's `top_p`, `top_k` and `min_p`, if the request has them."""
     begun: str = ""
     """The beginning of the answer, which the client wrote; the policy continues it."""
     prompt: Int32s | None = None
-    """[Q] ids in place of messages (only in `generate`)."""
+    """[Q] token ids in place of messages (only in `generate`)."""
     wants_ids: bool = False
     """Whether the client asked for `return_token_ids`: the answer then has ids, log-probabilities and versions."""
     wants_logprobs: bool = False
     """Whether the client asked for log-probabilities without ids."""
     names_ids: bool = False
-    """Whether tokens are named by their ids in place of their texts (vLLM's `return_tokens_as_token_ids`)."""
+    """Whether log-probabilities name tokens by id, not by text (vLLM's `return_tokens_as_token_ids`)."""
     continues: str = ""
-    """Name of the call that the request continues; empty: it is found by the messages."""
+    """Name of the call that the request continues; empty: the messages select the call."""
     include_usage: bool = False
     """Whether a stream of chat completions ends with token counts."""
     repeated: Mapping[str, Any] = {}
@@ -85,7 +85,7 @@ class CallAnswer(NamedTuple):
 
     @property
     def finish(self) -> Literal["stop", "length", "tool_calls"]:
-        """The finish reason of the answer, as chat completions names it."""
+        """The finish reason of the answer, in the words of chat completions."""
         return "tool_calls" if self.call.reply.calls else "length" if self.call.stop_reason == "length" else "stop"
 
     @property
@@ -101,8 +101,8 @@ class CallAnswer(NamedTuple):
         return ids
 
     def sampled(self) -> tuple[list[int], list[float]]:
-        """Ids and log-probabilities of the tokens that the policy sampled, without an appended end token. A
-        log-probability that is not finite is the least that APIs have, because JSON has no NaN."""
+        """Ids and log-probabilities of the tokens that the policy sampled, without an appended end token. `LEAST`
+        replaces a log-probability that is not finite, because JSON has no NaN."""
         response, sampled = self.call.response, self.call.response.loss_mask
         logprobs = response.logprobs[sampled]
         return response.token_ids[sampled].tolist(), np.where(np.isfinite(logprobs), logprobs, LEAST).tolist()
@@ -116,7 +116,7 @@ class Refused(UserError):
         self.status = status
         """The HTTP status."""
         self.field = field
-        """The path of the request's field at fault, such as `messages[2].content`."""
+        """The path of the wrong field, such as `messages[2].content`."""
         self.reason = reason
         self.code = code
         """An error code for programs, for instance `context_length_exceeded`."""
@@ -144,7 +144,7 @@ class Dialect(NamedTuple):
 
     name: str
     read: Callable[[Mapping[str, Any]], CallRequest]
-    """Reads the JSON object that a client sent; raises `Refused` with status 400 and the field at fault."""
+    """Reads the JSON object that a client sent; raises `Refused` with status 400 and the wrong field."""
     reply: Callable[[CallAnswer, CallRequest], dict[str, Any]]
     """The whole answer as one JSON value."""
     events: Callable[[CallAnswer, CallRequest], Iterator[bytes]]

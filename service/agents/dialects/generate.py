@@ -45,8 +45,7 @@ def read(body: Mapping[str, Any]) -> CallRequest:
 
 
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
-    """The answer: sampled ids with log-probabilities, and for each policy version the spans of the ids that it
-    sampled."""
+    """The answer: the sampled ids with log-probabilities, and the spans of ids that one policy version sampled."""
     ids, logprobs = answer.sampled()
     content: list[dict[str, Any]] = [
         {"token_id": i, "token": f"token_id:{i}", "logprob": p, "rank": None, "top_logprobs": []}
@@ -68,7 +67,7 @@ def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
 
 
 def _spans(versions: Sequence[int]) -> list[dict[str, Any]]:
-    """Spans `start:end` of the sampled tokens, one span for each run of tokens of the same version."""
+    """Spans `start:end` of the sampled tokens: one for each sequence of tokens that the same version sampled."""
     spans, start = [], 0
     for version, group in groupby(version for version in versions if version != NO_VERSION):
         end = start + sum(1 for _ in group)

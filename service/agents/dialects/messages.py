@@ -173,7 +173,7 @@ def error_event(refused: Refused) -> bytes:
 
 
 def _read(message: _MessageOfBlocks) -> Iterator[dict[str, Any]]:
-    """Convert one message to messages of chat completions; each tool result of a user becomes a message of its own."""
+    """Convert one message to messages of chat completions. Each tool result in a user's message becomes one message."""
     blocks = _blocks(message)
     if message.role == "assistant":
         yield _assistant(blocks)

@@ -1,5 +1,5 @@
-"""`/v1/responses`, the API of the OpenAI SDK and Codex. A request has the whole input, or names items or the response
-before it by ids of its session.
+"""`/v1/responses`, the API of the OpenAI SDK and Codex. A request has the whole input, or names earlier items, or the
+response before it, by ids of its session.
 
 request   instructions, input (text or items), tools (functions, namespaces of them, custom ones), max_output_tokens
 answer    output: reasoning with the call's name as encrypted_content, message, function_call or custom_tool_call
@@ -46,7 +46,7 @@ EMPTY: Mapping[str, Mapping[str, Any]] = {
 }
 FREE_TEXT: dict[str, Any] = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 OURS = re.compile(r"(call_.+)_\d+")
-"""Matches the id of a tool call that Baton made; all calls of one answer have the same first part of the id."""
+"""Matches the id that Baton gave to a tool call. The ids of all calls of one answer begin with the same part."""
 
 TOOLS = ("function", "custom", "namespace")
 """Types of tools that the client runs and describes."""
@@ -120,8 +120,8 @@ class _ResponsesRequest(CommonFields, kw_only=True):
 
 
 def with_items(body: dict[str, Any], find: Callable[[str], AgentCall | None]) -> dict[str, Any]:
-    """The request with the items in place of the references to them; `find`: the session's call whose name is part of
-    an id.
+    """The request, with references to items replaced by the items. `find`: returns the session's call whose name is
+    part of an id.
 
     Raises:
         Refused: the session has no item of this id.
@@ -236,8 +236,8 @@ def error_event(refused: Refused) -> bytes:
 
 
 def _echoed(items: Iterable[Item]) -> Iterator[str]:
-    """Names of the calls that the client sent back; some clients keep the items' ids, others only the encrypted
-    content."""
+    """Names of the calls that the client sent back, from items' ids or encrypted content: some clients keep only one of
+    them."""
     for item in items:
         if isinstance(item, _MessageItem | _Reasoning) and item.id:
             yield item.id.partition("_")[2]
@@ -265,7 +265,7 @@ def _messages(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def _is_part(item: Item, said: Mapping[str, Any], before: Item | None) -> bool:
-    """Whether an item belongs to the answer `said`; `before`: the item before it."""
+    """Whether an item belongs to the answer `said`. `before`: the item before this item."""
     if type(before) in ORDER:
         first, second = ORDER[type(before)], ORDER[type(item)]
         calls = ORDER[_FunctionCall]

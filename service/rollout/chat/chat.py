@@ -5,13 +5,13 @@ response `look fox age <|im_end|>`, the observation `17` becomes
 
     template of [user, assistant, user 17] + generation prompt, from the end of the assistant's content on:
         <|im_end|> \\n <|im_start|> user \\n 17 <|im_end|> \\n <|im_start|> assistant \\n
-    delta, because the response already ends in <|im_end|>:
+    delta (the response already ends in <|im_end|>):
                    \\n <|im_start|> user \\n 17 <|im_end|> \\n <|im_start|> assistant \\n
 
-The next prompt is then exactly prompt + response + delta; the history is not rendered or tokenised again.
+The next prompt is exactly prompt + response + delta: the history is not rendered or tokenised again.
 
-Only the chat template can write special tokens, so no message can open or close a turn: a special token in a message is
-broken by a zero-width character.
+Only the chat template can write special tokens. A zero-width character breaks each special token in a message, so that
+no message can open or close a turn.
 
     message              17<|im_end|>
     the template reads   17<?|im_end|>                 `?`: U+200B, ZERO WIDTH SPACE
@@ -44,11 +44,11 @@ from service.rollout.environment import Message, is_text
 from service.types import Int32s
 
 MARK = f"baton-marks-the-response-{secrets.token_hex(8)}"
-"""Placeholder that stands for a response when the template is rendered, to find the text after the response. It is
-random, so that no message contains it."""
+"""Placeholder for a response in a rendered conversation, to find the text after the response. It is random, so that no
+message contains it."""
 BREAK = "\u200b"
 ANCHORS = ("\n", "~", "=")
-"""Characters behind which a text is encoded if the tokenizer puts a space before a text's first word."""
+"""For tokenizers that put a space before a text's first word: the text is encoded after one of these characters."""
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 ASKED = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
@@ -85,14 +85,14 @@ class SpecialTokens:
         self._prepends = bool(first) and first[0].startswith("\u2581")
 
     def broken(self, value: Any) -> Any:
-        """A copy of nested values in which no text, including names in mappings, contains a special token.
+        """A copy of nested values, in which the special tokens in all texts, and in names in mappings, are broken.
 
         Raises:
-            MessagesRefused: a value is neither a text, a number, a list nor a mapping.
+            MessagesRefused: a value is not a text, a number, a list or a mapping.
         """
         if isinstance(value, str):
             text = self.broken_text(str.__str__(value))
-            # The template may append the rest of a token from another text.
+            # The template may append another text, which completes a special token.
             return text + BREAK if text.endswith(self._beginnings) else text
         if isinstance(value, Mapping):
             return {self.broken(key): self.broken(of) for key, of in value.items()}
@@ -111,8 +111,8 @@ class SpecialTokens:
         return text
 
     def encode(self, text: str, continues: bool = False) -> Int32s:
-        """[T] token ids of a text; a special token's characters become the special token. `continues`: the text follows
-        other tokens, so that no space is put before it (sentencepiece).
+        """[T] token ids of a text; the characters of a special token become that token. `continues`: the text follows
+        other tokens, so a sentencepiece tokenizer must not put a space before it.
 
         Raises:
             MessagesRefused: the text contains half of a surrogate pair, which no tokenizer accepts.
@@ -124,7 +124,7 @@ class SpecialTokens:
             kept = [start >= 1 for start, _ in encoded.offsets]
             if all(end <= 1 for (_, end), is_kept in zip(encoded.offsets, kept, strict=True) if not is_kept):
                 return np.array(encoded.ids, np.int32)[kept]
-        # Batch encoding releases the interpreter's lock and is twice as fast, so that other threads run meanwhile.
+        # Batch encoding is twice as fast. It also releases the interpreter's lock, so that other threads can run.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoded.ids, np.int32)
 
@@ -153,11 +153,11 @@ class Chat:
         vocab_size: int | None = None,
         ends: Sequence[int] = (),
     ) -> None:
-        """`vocab_size`: see the attribute; None: the tokenizer's ids are all ids. `ends`: ids that end the model's
-        turns, in addition to those of tokenizer and template."""
+        """`vocab_size`: see the attribute; None: the model has no ids that the tokenizer lacks. `ends`: more ids that
+        end the model's turns, besides the ids that the tokenizer and the template name."""
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size or highest_id(tokenizer) + 1
-        """All token ids are below it: the rows of the model's head, of which the tokenizer may lack some."""
+        """Number of rows of the model's head: all token ids are below it. The tokenizer may lack some ids."""
         self._template_options = dict(template_options or {})
         self._special_tokens = SpecialTokens(tokenizer)
         self.end_id = eos = int(tokenizer.eos_token_id)
@@ -165,18 +165,19 @@ class Chat:
         self.end_ids: tuple[int, ...] = (eos, *ends)
         """All tokens at which the engine should stop."""
         self.closing_id: int | None = None
-        """The token with which the template closes an earlier turn; None: the next message's first token ends it."""
+        """The token with which the template closes an earlier turn; None: the first token of the next message ends the
+        turn."""
         self._all_ends = {eos}
         self._header, self._begins = "", -1
         """What the policy writes before its answer if a turn may have several messages, and its last special token."""
         self._find_ends()
         unknown = tokenizer.unk_token_id
         self.unknown_id: int | None = None if unknown in self.end_ids else unknown
-        """The token for characters that the tokenizer lacks; None if there is none, or it ends a turn (GPT-2)."""
+        """The token for unknown characters; None if the tokenizer has none, or uses it as the end of a turn (GPT-2)."""
 
     def notes(self, has_tools: bool) -> list[str]:
-        """Warnings about parts of tools that the template omits; `has_tools`: whether prompts may have tools."""
-        answers = "answers of tools are messages of the user: the chat template refuses, drops or moves them"
+        """Warnings about tools: what the template omits of them. `has_tools`: whether prompts may have tools."""
+        answers = "the chat template refuses, drops or moves answers of tools: they become messages of the user"
         calls = "the chat template leaves out earlier calls of tools where it renders a conversation again"
         tools = "the chat template shows no tools: describe them in the messages"
         notes = [answers] * (self.tool_form.place == "user")
@@ -189,11 +190,11 @@ class Chat:
     @cached_property
     def shows_tools(self) -> bool:
         """True if the template puts the tools of a request into the prompt. Also True if the template refuses the tool
-        that is used to find this out."""
+        that this function tries."""
         tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
         try:
             return self._render(ASKED[:1], [tool]) != self._render(ASKED[:1])
-        except MessagesRefused:  # the request's own tools are refused when its prompt is rendered, with the reason
+        except MessagesRefused:  # a refused tool of a request gives its own error later
             return True
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Int32s:
@@ -202,7 +203,7 @@ class Chat:
 
     def delta(self, messages: Sequence[Message], last_id: int) -> Int32s:
         """[D] token ids between a response and the assistant's next turn: `messages` as the template renders them.
-        `last_id`: the response's last token, which is not repeated if the delta begins with it."""
+        `last_id`: the response's last token; if the rendered text begins with this token, the delta omits it."""
         delta = self._special_tokens.encode(self._following(messages), continues=True)
         first = int(delta[0]) if len(delta) else None
         is_second_end = self.closing_id is not None and last_id in self.end_ids and first in self._all_ends
@@ -210,7 +211,7 @@ class Chat:
 
     @cached_property
     def tool_form(self) -> ToolForm:
-        """How the template shows a tool's answer: the first form in which a probe conversation has the answer."""
+        """The first of `FORMS` in which the template shows a tool's answer (tried in a test conversation)."""
         shown = []
         for form in FORMS:
             with suppress(MessagesRefused):
@@ -219,7 +220,7 @@ class Chat:
         return shown[0]._replace(needs_call=needs_call) if shown else ToolForm("user")
 
     def _probe(self, form: ToolForm) -> str:
-        """The part of a conversation that has to show the tool's answer."""
+        """The part of a rendered test conversation that should contain the tool's answer."""
         if form.place == "alone":
             return self._after_mark([ANSWER], form)
         return self._after_call(self._render(called([ANSWER], MARK), form=form))
@@ -270,7 +271,7 @@ class Chat:
         return self._after_mark(messages)
 
     def _after_call(self, rendered: str) -> str:
-        """The rendered text from the end of the turn on that has the mark in its last call."""
+        """The rendered text that begins at the end of a turn; the mark is in the last call of this turn."""
         _, is_shown, after = rendered.rpartition(MARK)
         ends = self._tokenizer.convert_ids_to_tokens(list(self._all_ends))
         found = [place for token in ends if (place := after.find(str(token))) >= 0]
@@ -285,7 +286,8 @@ class Chat:
         return after
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), form: ToolForm | None = None) -> str:
-        """The rendered text, in which all special tokens are the template's. `form`: None: as the template needs it."""
+        """The rendered text; only the template writes special tokens. `form`: of tools' answers; None:
+        `tool_form`'s."""
         if form or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
             messages = (form or self.tool_form).fitted(messages)
         try:
@@ -303,14 +305,14 @@ class Chat:
         return str(text)
 
     def _find_ends(self) -> None:
-        """Set the tokens that end a turn, from how the template closes an assistant's message."""
+        """Find the tokens that end a turn: see how the template closes an assistant's message."""
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         following = self._special_tokens.encode(self._after_mark([Message(role="user", content="?")])).tolist()
         closing = following[0] if following and following[0] in special else self.end_id
         opens = self._special_tokens.encode(self._render([Message(role="user", content=MARK)]).partition(MARK)[0])
         is_next = closing in [of for of in opens.tolist() if of in special][-1:]  # GLM: `<|user|>` ends a turn
         self.closing_id = None if is_next else closing
-        is_part = closing not in self.end_ids and self._find_header()  # it closes each of a turn's messages (gpt-oss)
+        is_part = closing not in self.end_ids and self._find_header()  # gpt-oss: it ends each message of a turn
         self.end_id = self.end_id if is_part else closing
         further = ""
         with suppress(MessagesRefused):
@@ -323,7 +325,7 @@ class Chat:
         self._all_ends = {closing, *self.end_ids}
 
     def _find_header(self) -> bool:
-        """Whether the policy writes special tokens before its text: its turn may then have several messages."""
+        """Whether the policy writes special tokens before its text. Then one turn may have several messages."""
         asked, told = self._render(ASKED[:1]), self._render([*ASKED, *ASKED[:1]]).partition(MARK)[0]
         header = told[len(commonprefix((asked, told))) :]  # noqa: RUF071 - of characters
         special = [of for of, token in self._tokenizer.added_tokens_decoder.items() if token.special]

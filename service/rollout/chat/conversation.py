@@ -58,8 +58,9 @@ def without_loss(response: Response) -> Response:
 
 
 def with_end(generation: Generation, chat: Chat, last: bool = False) -> Response:
-    """The response with an end token appended, unless the policy sampled an end token or the next message's first token
-    is the end; a response has at least one token. `last`: whether no message follows."""
+    """The response, with an end token appended if it needs one. It needs none if the policy sampled an end token, or if
+    the first token of the next message ends the turn; but a response has at least one token. `last`: whether no message
+    follows."""
     response = as_sampled(generation)
     if generation.sampled_end or (chat.closing_id is None and not last and len(generation.token_ids)):
         return response
@@ -74,7 +75,7 @@ def with_end(generation: Generation, chat: Chat, last: bool = False) -> Response
 
 
 def generation_of(text: str, chat: Chat, most: int | None = None) -> Generation:
-    """A text that another model or a person wrote, encoded as if an engine had sampled it: at most `most` tokens, with
+    """A text of another model or a person, encoded as if an engine had sampled it. It has at most `most` tokens,
     log-probabilities 0 and no policy version."""
     token_ids = chat.plain(text)
     kept = token_ids[:most]
@@ -127,11 +128,11 @@ class Conversation:
                 return Prompt(self._chat.plain(told, continues=True), whole=False)
 
     def close(self, text: str, generation: Generation, last: bool) -> Response:
-        """The response to the last prompt, followed by an end token if the policy sampled none. `last`: whether no turn
+        """The response to the last prompt, with an end token appended as in `with_end`. `last`: whether no turn
         follows.
 
-        In the mode `inline` only the last response, or an empty response, gets an end token, because the message
-        continues after all other responses.
+        In the mode `inline` the message continues after each response but the last. So only the last response, or an
+        empty response, gets an end token.
         """
         continues = self._mode == "inline" and not last and len(generation.token_ids)  # a step has at least one token
         response = as_sampled(generation) if continues else with_end(generation, self._chat, last)

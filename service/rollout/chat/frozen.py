@@ -1,8 +1,8 @@
-"""Queries the models that play a run's frozen roles, with text.
+"""Sends the conversations of a run's frozen roles, as text, to the models that play these roles.
 
     conversation of the role -> POST {url}/chat/completions -> text
 
-The turn of a frozen model is recorded as tokens of the policy's tokenizer, which carry no loss.
+The turn of a frozen model is recorded in tokens of the policy's tokenizer. These tokens carry no loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from service.rollout.environment import Message, TrajectoryFailed
 BACKOFF = Backoff(0.2)
 OK = 200
 AGAIN = (408, 429, 500, 502, 503, 504)
-"""HTTP statuses after which a request is sent again, as long as its deadline has not passed."""
+"""After these HTTP statuses a request is sent again, until its deadline."""
 ANSWER_BYTES = 4 << 20
 """Maximum bytes of a model's answer."""
 

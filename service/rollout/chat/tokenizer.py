@@ -71,7 +71,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = read(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        # What transformers raises depends on which of its assumptions about the files is broken.
+        # Transformers raises different errors for different faults of the files.
         raise UserError(f"model.path: no tokenizer can be read from {folder}: {error}") from error
     if not tokenizer.is_fast:
         raise UserError(f"model.path: the tokenizer in {folder} has no tokenizer.json; save it as a fast tokenizer")

@@ -1,10 +1,10 @@
-"""The form in which a chat template takes the calls and the answers of tools. Templates differ, and some refuse or drop
-what others need, so the form is found by trying: `Chat.tool_form`.
+"""The form in which a chat template takes the calls and the answers of tools. Templates differ: some refuse or drop a
+form that others need. `Chat.tool_form` tries these forms and takes the first that works:
 
-    called   the answer follows the turn that called, and needs it       ...<call> <end> | tool 17 <end> assistant
+    called   the answer must follow a turn with its call                 ...<call> <end> | tool 17 <end> assistant
     alone    the answer follows any turn of the assistant                ...<end> | tool 17 <end> assistant
-    user     the template refuses or drops answers, or shows them        ...<end> | user 17 <end> assistant
-             inside of the turn that called: they are the user's
+    user     the answer is sent as a message of the user: the template   ...<end> | user 17 <end> assistant
+             refuses or drops answers, or moves them into the call's turn
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import xxhash
 from service.rollout.environment import Message
 
 NO_CALL = {"tool_call_id": f"call_{'0' * 24}_0", "name": "tool"}
-"""Id and name of the call that a tool's answer names, if the answer has none: some templates need them."""
+"""Id and name of a call, for an answer of a tool that names no call: some templates need them."""
 
 
 class ToolForm(NamedTuple):
@@ -29,10 +29,10 @@ class ToolForm(NamedTuple):
     short_ids: bool = False
     """Whether ids have nine characters (Mistral)."""
     needs_call: bool = False
-    """Whether an answer without a call before it is a message of the user, because the template does not show it."""
+    """Whether an answer that follows no call becomes a message of the user: the template does not show it."""
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages in this form."""
+        """The messages, converted to this form."""
         fitted: list[Any] = []
         for message in messages:
             one: dict[str, Any] = dict(message)
@@ -51,7 +51,7 @@ class ToolForm(NamedTuple):
         return fitted
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        function = dict(call["function"])  # some templates write it in its order
+        function = dict(call["function"])  # some templates render its keys in their order
         function.setdefault("arguments", {})
         if isinstance(function["arguments"], str):
             with suppress(ValueError, RecursionError):
@@ -64,8 +64,8 @@ FORMS = [ToolForm(place, is_short) for place in ("called", "alone") for is_short
 
 
 def called(answers: Sequence[Message], mark: str, most: int | None = None) -> list[Message]:
-    """A question, a turn that calls a tool for each of the answers, at most `most`, and the answers; the arguments
-    contain `mark`."""
+    """A test conversation: a question, a turn with one call for each answer (at most `most` calls), and the answers.
+    The calls' arguments contain `mark`."""
     named = [{**NO_CALL, **answer} for answer in answers if answer["role"] == "tool"]
     calls = [
         {"type": "function", "id": of["tool_call_id"], "function": {"name": of["name"], "arguments": {"x": mark}}}

@@ -20,8 +20,7 @@ from service.rollout.environment import Message, StepResult, tagged
 Tool = Callable[..., Awaitable[str]]
 
 MAX_DEPTH = 64
-"""Maximum depth of nested objects and lists in a call; code that writes, compares or renders deeper values would
-fail."""
+"""Maximum depth of nested objects and lists in a call. Code that writes, compares or renders deeper values may fail."""
 
 
 class ToolCall(NamedTuple):
@@ -57,7 +56,7 @@ def read_call(written: str) -> ToolCall | BadCall:
 
 
 def read_json(written: str | bytes) -> Any:
-    """Parse a JSON value that every program can read: without NaN, without half of a surrogate pair, of bounded depth.
+    """Parse a JSON value that every program can read: it has no NaN, no half of a surrogate pair, and a bounded depth.
 
     Raises:
         ValueError: the text is not such a value.
@@ -67,7 +66,7 @@ def read_json(written: str | bytes) -> Any:
     except RecursionError as error:
         raise ValueError(str(error)) from error
     if not is_shallow(value):
-        raise ValueError(f"more than {MAX_DEPTH} objects or lists lie inside each other")
+        raise ValueError(f"objects and lists are nested more than {MAX_DEPTH} deep")
     return value
 
 

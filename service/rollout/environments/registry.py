@@ -43,8 +43,8 @@ ENVIRONMENTS = {
 
 
 def make_environment(name: str, options: Options, trusted_modules: Sequence[str] = ()) -> Environment:
-    """Make an instance of the environment `name` for one trajectory. The user's folder is made the current folder
-    first.
+    """Make an instance of the environment `name` for one trajectory. First the user's folder becomes the current
+    folder.
 
     Raises:
         UserError: there is no such environment, or its constructor fails with these options.
@@ -107,7 +107,7 @@ INSTEAD = "give data.train (and data.eval), and model.path"
 
 
 class SyntheticData(Protocol):
-    """A module with functions that make data for an environment: rows, words and demonstrations."""
+    """A module with functions that make synthetic data for an environment: rows, words and demonstrations."""
 
     def rows(self, n: int, seed: int) -> list[dict[str, Any]]:
         """Make `n` dataset rows."""
@@ -116,7 +116,7 @@ class SyntheticData(Protocol):
         """All words that a word-level tokenizer for the environment needs."""
 
     def demonstrations(self, n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-        """Make `n` conversations for a supervised warm start; about the fraction `right_fraction` of them solve their
+        """Make `n` conversations for a supervised warm start. About the fraction `right_fraction` of them solves its
         task."""
 
 
@@ -125,8 +125,8 @@ def synthetic_data(
     trusted_modules: Sequence[str] = (),
     needed: SyntheticFunction = "rows",
 ) -> SyntheticData:
-    """The source of synthetic data for the environment `name`: the environment's module, which must have the function
-    `needed`; the other functions are optional.
+    """The environment's module, as the source of synthetic data. It must have the function `needed`; the other
+    functions are optional.
 
     Raises:
         UserError: the environment cannot be loaded, or its module lacks the function.

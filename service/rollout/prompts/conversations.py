@@ -1,10 +1,10 @@
-"""Supervised rows of conversations: of `baton sft`, from JSONL or parquet, and of the warm start. The tokens are those
-that the agent loop would have built; the loss mask is True for the texts of the assistant and their end tokens.
+"""Makes supervised rows from conversations: for `baton sft`, from JSONL or parquet, and for the warm start. A row has
+the tokens that the agent loop would have built. Its loss mask is True for the assistant's texts and their end tokens.
 
     {"messages": [{"role": "user", "content": "2 + 3 ?"}, {"role": "assistant", "content": "5"}]}
 
-Other columns of a row are not read. Other fields of a message than role and content must be null, because they would
-change what is learned.
+Other columns of a row are not read. A message may have no other fields than role and content, unless they are null:
+they would change the tokens that are learned.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def conversation_rows(path: Path, chat: Chat, mode: Mode, longest: int) -> list[
 
 
 def unknown_note(rows: Sequence[SupervisedRow], chat: Chat) -> str | None:
-    """A warning if some of the tokens that are to be learned are the tokenizer's token for unknown characters; None if
-    none of them is."""
+    """A warning if a token that would be learned is the tokenizer's token for unknown characters; None if no token
+    is."""
     learned = np.concatenate([row.token_ids[row.loss_mask] for row in rows])
     if chat.unknown_id is None or not (unknown := int((learned == chat.unknown_id).sum())):
         return None
@@ -115,7 +115,7 @@ def _rows(chat: Chat, mode: Mode, turns: Sequence[tuple[list[Message], str]]) ->
             ids, mask = [], []
         added = prompt_ids[len(ids) :] if prompt.whole else prompt_ids
         response_ids = conversation.close(text, generation_of(text, chat), last=number == len(turns)).token_ids.tolist()
-        # Where the first token of the next message ends a turn, that token is learned.
+        # With some templates the first token of the next message ends a turn: then this token is learned too.
         is_end = bool(ids) and chat.closing_id is None and mode != "inline"
         ids += [*added, *response_ids]
         mask += [is_end and not index for index in range(len(added))] + [True] * len(response_ids)

@@ -4,10 +4,10 @@
      "reward_spec": {"method": "rule", "ground_truth": "42"}, "extra_info": {"index": 7}, "data_source": "openai/gsm8k"}
 
 `prompt` is required; a plain text counts as one user message, and messages keep all their fields. A column of messages
-or objects may have their JSON text. verl's column `reward_model` is read as `reward_spec`.
-`uid` names the row in logs and journals; the default is the file's name and the row's number. `tools` (JSON schemas) go
-into the chat template, and `temperature` replaces the configured value. All other columns are added to `extra_info`. A
-row's texts, depth and size have the same limits as an environment's answers.
+or objects may also hold them as JSON text. verl's column `reward_model` is read as `reward_spec`. `uid` names the row
+in logs and journals; the default is the file's name and the row's number. `tools` (JSON schemas) go into the chat
+template, and `temperature` replaces the configured value. All other columns are added to `extra_info`. A row must have
+texts that UTF-8 can encode, and a bounded depth and size.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from service.rollout.environment import Message, Task
 from service.rollout.prompts.rows import messages_of, read_rows, row_place, without_gc
 
 ENCODED = frozenset({"uid", "prompt", "env_class", "tools"})
-"""Columns whose texts are written to prompts, logs and journals, so they must be valid UTF-8."""
+"""Columns whose texts must be valid UTF-8, because they are written to prompts, logs and journals."""
 OBJECTS = {"tools": "[", "reward_spec": "{", "reward_model": "{", "extra_info": "{"}
-"""Columns that may be a text in JSON, with the beginning of such a text."""
+"""Columns that may be JSON text; for each, the character with which the text begins."""
 COLUMN_BYTES = 1 << 24
 """Maximum bytes of one column in one row, as JSON."""
 MAX_UID_LENGTH = 512
-"""Maximum characters of a uid. A message to the buffer lists the uid of every step in its header, whose size is
+"""Maximum characters of a uid. The header of a message to the buffer lists the uid of every step, and its size is
 limited."""
 
 
@@ -49,7 +49,7 @@ def load_tasks(path: Path | str) -> list[Task]:
 
 
 def task_of(tasks: Sequence[Task], uid: str, row: int) -> Task:
-    """The task with the number `row`; checks that it has the uid `uid`.
+    """The task of row number `row`, after a check that its uid is `uid`.
 
     Raises:
         RunFailed: the row has another uid.
@@ -104,7 +104,7 @@ TEXTS = frozenset({"prompt", *OBJECTS})
 
 
 def _task(columns: Mapping[Any, Any], number: int, path: Path, uid: str) -> Task:
-    """A checked row; errors name file, row and column. `uid`: of a row that has none."""
+    """The task of a checked row; errors name file, row and column. `uid`: the uid if the row has none."""
     plain = {str(column): value for column, value in columns.items()}
     for column in TEXTS & plain.keys():
         try:
@@ -128,7 +128,7 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path, uid: str) -> Task
         raise _error(path, number, "reward_model", "differs from reward_spec, of which it is another name; give one")
     return Task(
         uid=row.uid or uid,
-        # Templates may read further fields of messages than those that are checked.
+        # Templates may read more fields of a message than the checks above know.
         prompt=(Message(role="user", content=row.prompt),) if isinstance(row.prompt, str) else tuple(plain["prompt"]),
         env_class=row.env_class or "",
         reward_spec=row.reward_spec or row.reward_model or {},
@@ -139,7 +139,7 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path, uid: str) -> Task
 
 
 def _read_text(column: str, value: Any) -> Any:
-    """The objects in a text of JSON; any other value unchanged."""
+    """The objects that a JSON text describes; any other value unchanged."""
     if column == "prompt":
         return messages_of(value)
     if column == "tools" and isinstance(value, list):

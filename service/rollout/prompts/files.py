@@ -1,4 +1,4 @@
-"""The files of prompts of a run: as given, with other column names (`data.columns`), mixed (`data.mixture`) or made.
+"""Makes a run's files of prompts: as given, with columns renamed (`data.columns`), mixed (`data.mixture`) or made.
 
 A published row of GSM8K with the columns {prompt: question, ground_truth: answer, answer: hashes}:
 
@@ -7,7 +7,7 @@ A published row of GSM8K with the columns {prompt: question, ground_truth: answe
 
 An epoch of a mixture contains every row at least once. With `a` of 4 rows and weight 1, and `b` of 2 rows and weight 3:
 
-    fractions 1/4 and 3/4; the 4 rows of `a` are 1/4 of an epoch of 16 rows: each row of `a` once, of `b` six times
+    fractions 1/4 and 3/4; an epoch has 16 rows: each of the 4 rows of `a` once, and each of the 2 rows of `b` six times
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ BOX = "\\boxed{"
 EVAL_SEED = 1 << 32
 """Number that is added to the seed of synthetic evaluation rows, so that they differ from the training rows."""
 MAX_REPETITIONS = 100
-"""Largest allowed ratio of an epoch's rows to the rows of all datasets. Weights that need more are refused as a
-mistake."""
+"""Largest allowed ratio of an epoch's rows to the rows of all datasets. Weights that need a larger ratio are
+refused."""
 
 
 def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Path:
-    """The file of training prompts. This is the configured file, or a new file in `folder` if rows have to be made,
-    mixed, or given other column names.
+    """The file of training prompts: the configured file, or a file in `folder` if rows must be made, mixed or renamed.
 
-    A file that exists in `folder` is kept, so that a resumed run continues with the same prompts.
+    An existing file in `folder` is kept, so that a resumed run has the same prompts.
 
     Raises:
         UserError: nothing is configured, or a dataset is malformed.
@@ -66,7 +65,7 @@ def eval_files(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> dic
 
 
 def _file_of(path: Path, columns: ColumnsConfig | None, renamed: Path) -> Path:
-    """The file itself; or the rows of several files, or with the columns that Baton reads, written to `renamed`."""
+    """The file itself; or, for several files or columns to rename, the file `renamed` with all rows."""
     if columns is None and not is_joined(path):
         return path
     if not renamed.exists():
@@ -86,7 +85,7 @@ def mixed_rows(parts: Mapping[str, MixturePart], columns: ColumnsConfig | None =
     rows = {name: read_published(part.path, columns) for name, part in parts.items()}
     uids = {name: [task.uid for task in tasks_of(rows[name], part.path)] for name, part in parts.items()}
     lengths = _lengths({name: len(rows[name]) for name in parts}, {name: part.weight for name, part in parts.items()})
-    # Sorted by the position of each row in the epoch, between 0 and 1.
+    # Each row has a position in the epoch, between 0 and 1; sort by it.
     places = sorted(((i + 0.5) / length, name, i) for name, length in lengths.items() for i in range(length))
     for _, name, i in places:
         passes, row = divmod(i, len(rows[name]))
@@ -110,8 +109,8 @@ def _lengths(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str
 
 
 def read_published(path: Path, columns: ColumnsConfig | None) -> list[Any]:
-    """The rows of a data set, with their columns renamed to those that Baton reads; a row that already has these
-    columns is unchanged.
+    """The rows of a data set, with their columns renamed to the names that Baton reads. A row that has these names is
+    unchanged.
 
     Raises:
         UserError: the file cannot be read, or a row lacks a column or an answer.
@@ -122,7 +121,7 @@ def read_published(path: Path, columns: ColumnsConfig | None) -> list[Any]:
 
 def _row(row: Any, columns: ColumnsConfig, path: Path, number: int) -> Any:
     if not isinstance(row, Mapping):
-        return row  # refused with the rows of all files
+        return row  # `tasks_of` refuses the row later
     found = dict(row)
     if columns.prompt in found:
         found["prompt"] = found.pop(columns.prompt)

@@ -1,5 +1,5 @@
-"""Checks whether the prompts of the dataset's rows fit into `generator.max_input_length`. A trajectory whose first
-prompt is too long ends without a turn."""
+"""Checks whether the prompts in a dataset fit into `generator.max_input_length`. A trajectory whose first prompt is too
+long ends without a turn."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LOOKED_AT = 200
 def notes_of_prompts(
     model: ModelConfig, data: DataConfig, env: EnvConfig, generator: GeneratorConfig, seed: int
 ) -> list[str]:
-    """Notes about too long prompts in a configuration's datasets; no notes if the rows or the tokenizer are not on this
-    machine."""
+    """Notes about prompts of the configured datasets that are too long. There are none if this machine lacks the rows
+    or the tokenizer."""
     paths = (data.train, *(part.path for part in data.mixture.values()))
     files = [file for path in paths if path is not None for file in matching(path)]
     if not all(path.exists() for path in files) or not (model.make or (model.path and is_model_folder(model.path))):
@@ -41,8 +41,8 @@ def notes_of_prompts(
 
 
 def too_long(generator: GeneratorConfig, tasks: Sequence[Task], path: Path, chat: Chat) -> list[str]:
-    """Lines that say how many rows have a prompt that is too long or that the chat template refuses; no line if all
-    prompts fit. Such a prompt is no error, because an environment may begin with another prompt than that of its row.
+    """Lines that count the prompts that are too long, and the prompts that the chat template refuses; none if all
+    prompts fit. Such a prompt is no error, because an environment may begin with another prompt.
     """
     looked_at, lengths, refused = range(0, len(tasks), -(-len(tasks) // LOOKED_AT)), dict[int, int](), list[str]()
     for row in looked_at:

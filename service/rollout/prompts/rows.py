@@ -1,11 +1,11 @@
 """Reads rows from JSONL and parquet, and writes JSONL.
 
-A data set is a file, a folder of files, or a pattern of names such as `gsm8k/main/train-*.parquet`. The rows of several
-files follow each other in the order of the files' names. A folder that holds several splits or subsets is refused, and
-of a folder of Harbor's tasks each task is a row.
+A data set is a file, a folder of files, or a pattern of names such as `gsm8k/main/train-*.parquet`. Several files are
+read in the order of their names. A folder that holds several splits or subsets is refused. In a folder of Harbor tasks,
+each task is a row.
 
-A field that is null is left out, at every depth, because parquet gives each object the fields of all objects of its
-column. An object in a text is not changed.
+A field that is null is left out, at every depth: in parquet, each object has the fields of all objects of its column.
+An object in a text is not changed.
 
     rows             {"x": 1}, {"y": 2}
     in parquet       {"x": 1, "y": null}, {"x": null, "y": 2}
@@ -32,26 +32,26 @@ from service.rollout.environment import is_text, refuse_other_role
 
 FORMS = (".jsonl", ".parquet")
 UNREAD = (".arrow", ".bz2", ".csv", ".gz", ".tsv", ".xz", ".zip", ".zst")
-"""Endings of files that may hold rows in another form."""
+"""Endings of files that may hold rows, but cannot be read."""
 SPLIT = re.compile(r"^(train|test|validation|valid|val|dev|eval)(?=[-_.])")
-"""The beginning of a file's name that says of which split it is."""
+"""The beginning of a file's name if it names the split."""
 BATCH_ROWS = 256
-"""Rows that are expanded at once: parquet may store a long text once for all rows."""
+"""Number of rows that are expanded at once. (Parquet may store a long text once for all rows.)"""
 LONG_ROW_BYTES = 1 << 11
-"""Bytes of a row from which on equal texts of rows are made one object."""
+"""From this number of bytes per row on, equal texts of rows share one object."""
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
 """The beginning of a text that is meant as a list of messages."""
 TWICE = re.compile(r"""\s*"\s*\[?\s*\{\s*\\"(?:role|content|from)\\"\s*:""")
 """The beginning of messages that were written as JSON twice."""
 TASK_BYTES = 800
-"""Bytes of memory for reading a row with a short prompt and no other columns."""
+"""Bytes of memory that reading one row takes if it has a short prompt and no other columns."""
 NO_ROOM = "need more memory than is free; give fewer rows, or a machine with more memory"
 
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Makes many lasting objects at twice the speed: no search for garbage among them, of which there is none. Raises a
-    `UserError` if there is no memory for them."""
+    """Switch off garbage collection within the block: code that makes many lasting objects is then twice as fast.
+    Raises a `UserError` if the memory is exhausted."""
     gc.disable()
     try:
         yield
@@ -78,7 +78,7 @@ def is_joined(path: Path) -> bool:
 
 
 def row_place(path: Path, number: int) -> str:
-    """The place of a data set's row in a message: its file, and its number there. Reads several files once more."""
+    """A row's place, for messages: its file, and its number in this file. Reads several files again to find it."""
     files = _files_of(path)
     for file in files[:-1]:
         if number < (n_rows := len(_read(file))):
@@ -128,7 +128,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def messages_of(value: Any) -> Any:
-    """The messages that a text gives as JSON, without fields that are null; any other value unchanged. A message that
+    """The messages in a JSON text, without fields that are null; any other value is returned unchanged. A message that
     calls tools may have no content.
 
     Raises:
@@ -155,7 +155,7 @@ def messages_of(value: Any) -> Any:
 
 
 def _task_row(folder: Path) -> dict[str, Any]:
-    said = folder / "instruction.md"  # a task in several steps has none
+    said = folder / "instruction.md"  # missing if a task has several steps
     return {"uid": folder.name, "prompt": _text(said) if said.exists() else folder.name, "task_folder": str(folder)}
 
 
@@ -188,7 +188,7 @@ def _has_nulls(array: pa.Array) -> bool:
 
 
 def _plain(value: Any, known: dict[str, str]) -> Any:
-    """A value without fields that are null, in which equal texts are one object, which `known` holds."""
+    """A value without fields that are null. Equal texts in it share one object: `known` holds the texts."""
     if type(value) is str:
         return known.setdefault(value, value)
     if type(value) is dict:
@@ -213,10 +213,10 @@ def _read_jsonl(path: Path) -> list[Any]:
 
 def _read_line(line: str) -> Any:
     if "null" not in line:
-        with suppress(msgspec.MsgspecError, RecursionError):  # it reads less than json: no NaN, no half surrogate pairs
+        with suppress(msgspec.MsgspecError, RecursionError):  # refuses NaN and half surrogate pairs; `json` reads them
             row = msgspec.json.decode(line)
             quotes = line.count('"') + line.count("\\u0022")
-            if msgspec.json.encode(row).count(b'"') == quotes:  # otherwise a key may come twice
+            if msgspec.json.encode(row).count(b'"') == quotes:  # else a key may occur twice
                 return row
     return json.loads(line, object_pairs_hook=_without_nulls)
 

@@ -1,1 +1,1 @@
-"""Whether processes of a run live, memory is left, and trajectories fail again and again."""
+"""Watches a run: whether its processes live, whether memory is left, and whether trajectories fail repeatedly."""

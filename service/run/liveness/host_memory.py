@@ -1,5 +1,4 @@
-"""Watches the memory of a run's processes: warns before a host runs out of memory, and names settings that need
-less."""
+"""Watches the memory of a run's processes: warns before a host runs out of memory, and names settings to change."""
 
 from __future__ import annotations
 

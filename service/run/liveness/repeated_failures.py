@@ -12,12 +12,12 @@ from service.handoff.steps.values import FAILURES
 STARVING_SECONDS = 30.0
 """Seconds that the trainer waits for a mini-batch before failures are reported as the reason."""
 MANY = 0.05
-"""Fraction of the trajectories from which failures cause a warning."""
+"""If at least this fraction of the trajectories fails, there is a warning."""
 FEWEST = 3
-"""Number of failures from which a warning is possible."""
+"""Minimum number of failures for a warning."""
 RECENT_STEPS = 5
 REFUSED = "refused_"
-"""Prefix for the reasons of refused messages, to tell them from the reasons for which trajectories end."""
+"""Prefix of the reasons of refused messages. It distinguishes them from the reasons for which trajectories end."""
 
 Statuses = Sequence[Mapping[str, Any]]
 """The status of each generator."""
@@ -39,11 +39,11 @@ class FailureWatch:
         self._recent: deque[Counter[str]] = deque(maxlen=RECENT_STEPS)
         """The counts of each of the last steps."""
         self.many = ""
-        """What failed in the last steps, if that is much."""
+        """What failed in the last steps, if there were many failures."""
         self._starving = False
 
     def stepped(self, statuses: Statuses) -> None:
-        """Record that an optimizer step was taken: warn if many trajectories failed in the last steps, and begin to
+        """Record that an optimizer step was taken. Warn if many trajectories failed in the last steps, and begin to
         count for the next step."""
         self._look(statuses)
         self._recent.append(self._now - self._before)
@@ -59,8 +59,8 @@ class FailureWatch:
         self._report(text)
 
     def check(self, statuses: Statuses, waited: float = 0.0) -> None:
-        """Print failures with new reasons, and after a long wait that failures are its reason. `waited`: seconds for
-        which the trainer has waited for the next mini-batch.
+        """Print failures that have new reasons. After a long wait, print that failures are its reason. `waited`:
+        seconds for which the trainer has waited for the next mini-batch.
 
         Raises:
             RunFailed: at least `limit` trajectories ended since the last optimizer step, and all of them failed.
@@ -89,7 +89,7 @@ class FailureWatch:
                 self._say(f"scorer {scorer} gave no good answer, the first time for this reason: {reason}: {why}")
 
     def _look(self, statuses: Statuses) -> None:
-        """Count, and write one line to the terminal for the first failure with each reason."""
+        """Count failures, and print one line for the first failure with each reason."""
         self._now = Counter()
         for status in statuses:
             ends = {name: n for name, n in status["counts"].items() if name.startswith("end_")}
@@ -98,7 +98,7 @@ class FailureWatch:
             for reason, why in status["failures"].items():
                 if reason not in self._said:
                     self._said.add(reason)
-                    self._say(f"a trajectory failed and starts again, the first one for this reason: {why}")
+                    self._say(f"a trajectory failed and starts again; first failure for this reason: {why}")
 
 
 def _ended(counts: Counter[str]) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""Checks whether each process of a run is alive and set up; cancels work that waits for a process that died.
+"""Checks whether each process of a run is alive and set up. Cancels work that waits for a process that died.
 
 Each second every actor of the run is asked: "which process are you, and are you set up?"
 
@@ -24,14 +24,14 @@ from service.run.liveness.host_memory import Memory, warning
 PROBE_SECONDS = 1.0
 """Seconds between an answer of a process and the next question."""
 SILENT_SECONDS = 10.0
-"""Seconds without an answer after which a line about the process is printed; a busy process may answer late."""
+"""Seconds without an answer after which a line about the process is printed. (A busy process may answer late.)"""
 AGAIN_SECONDS = 20.0
 """Seconds after which the line about a process is printed again, as long as the process does not answer."""
 CAUSE_SECONDS = 2.5
-"""Seconds that a failed call waits for a health check to find the cause, because the called process may have died."""
+"""After a failed call: seconds to wait for a health check to find the cause, because the process may have died."""
 LIVED_SECONDS = 10.0
-"""Age in seconds from which the death of a process is always printed. If several processes of an actor die younger,
-only some of their deaths are printed."""
+"""The death of a process that lived longer, in seconds, is always printed. If several processes of an actor die
+younger, only some of their deaths are printed."""
 CANCEL_SECONDS = 30.0
 """Seconds in which cancelled work has to end."""
 
@@ -44,7 +44,8 @@ class Life(NamedTuple):
     process: str
     """An id that no other process has."""
     is_set_up: bool
-    """Whether the process has received everything that its work needs. A process that was just restarted has not."""
+    """Whether the process has received everything that its work needs. (A process that was just restarted has nothing
+    yet.)"""
     memory: Memory | None = None
     """The memory that the process uses; None if it was not measured."""
 
@@ -52,8 +53,8 @@ class Life(NamedTuple):
 Probe = Callable[[], Awaitable[Life | None]]
 """A function that asks an actor for its `Life`; it returns None if the actor has no process."""
 Cause = Callable[[str, Life], Awaitable[str | None]]
-"""A function that returns how the process of an actor ended, as in "died"; None if the run ended the process on
-purpose. Its arguments are the actor's name and the last answer of the process."""
+"""A function that returns how an actor's process ended, as in "died"; None if the run itself ended the process.
+Arguments: the actor's name, and the last answer of the process."""
 
 
 class Supervisor:
@@ -76,14 +77,14 @@ class Supervisor:
         self.restarts: Counter[str] = Counter()
         """Processes that each actor has lost."""
         self._absent: dict[str, float] = {}
-        """For each actor without a process, when it lost its process, or when the last line about that was printed."""
+        """For each actor without a process: the time of the loss, or of the last line about it."""
         self._bug: BaseException | None = None
         """The error that ended the health checks of an actor."""
 
     def watch(self, name: str, probe: Probe, deadline: float = math.inf, hint: str = "") -> None:
         """Begin the health checks of an actor, unless it is checked already. `deadline`: seconds without an answer
-        after which work that waits for it gets `ProcessLost`; `hint`: the usual reason for late answers, for the
-        message."""
+        after which work that waits for the actor gets `ProcessLost`. `hint`: the usual reason for late answers, for
+        messages."""
         if name not in self._asking:
             self._asking[name] = asyncio.ensure_future(self._watch(name, probe, deadline, hint))
             self._asking[name].add_done_callback(self._ended)
@@ -105,8 +106,8 @@ class Supervisor:
         return sorted(name for name, life in [*self._known.items()] if life is None or not life.is_set_up)
 
     async def unless_lost(self, names: Sequence[str], work: Awaitable[Answer]) -> Answer:
-        """Run `work`, which needs these actors to be set up, and return its result; if one is lost, cancel the work.
-        The error of a health check that fails itself is raised too.
+        """Run `work`, which needs these actors, and return its result. If an actor is lost, cancel the work. If a
+        health check itself raises an error, this error is raised too.
 
         Raises:
             ProcessLost: a process died, was restarted, or was silent for too long.
@@ -142,7 +143,7 @@ class Supervisor:
 
     async def _watch(self, name: str, probe: Probe, deadline: float, hint: str) -> None:
         while True:
-            waiting = [*self._waiting[name]]  # not work that begins to wait after the health check
+            waiting = [*self._waiting[name]]  # not work that begins to wait later
             try:
                 life = await self._answer(name, probe, deadline)
                 why = await self._why_lost(name, life, waits=any(not each.done() for each in waiting))
@@ -152,7 +153,7 @@ class Supervisor:
             self._check_memory(self._known.get(name))
             if why is not None and not _give(ProcessLost(why), waiting):
                 self._deaths[name] += 1
-                if self._deaths[name].bit_count() == 1:  # of deaths in a row the 1st, the 2nd, the 4th ...
+                if self._deaths[name].bit_count() == 1:  # print the 1st, 2nd, 4th ... of successive deaths
                     self._say(f"{why}; Ray starts it again")
             await asyncio.sleep(PROBE_SECONDS)
 
@@ -171,8 +172,8 @@ class Supervisor:
             _give(bug, [each for waiting in self._waiting.values() for each in waiting])
 
     async def _answer(self, name: str, probe: Probe, deadline: float) -> Life | None:
-        """Check once; print a line if there is no answer, which comes late while an actor starts. `Starved` if there
-        was none within `deadline`, and somebody waits for this actor."""
+        """Check once; print a line if there is no answer. (While an actor starts, its answer is late.) `Starved` if
+        there was no answer within `deadline` and work waits for this actor."""
         asking, seconds, step = asyncio.ensure_future(probe()), 0.0, min(SILENT_SECONDS, deadline)
         try:
             while not (await asyncio.wait([asking], timeout=step))[0]:
@@ -197,8 +198,8 @@ class Supervisor:
         (self._full.discard if line is None else self._full.add)(host)
 
     async def _why_lost(self, name: str, life: Life | None, waits: bool) -> str | None:
-        """Return why the process that answered before is lost; None: it is not lost, or the run has ended it and no
-        work waits for it."""
+        """Return why the process that answered before is lost. None if it is not lost, or if the run has ended it and
+        no work waits for it."""
         is_new = name not in self._known
         before, self._known[name] = self._known.get(name), life
         if life is not None:
@@ -223,7 +224,7 @@ class Supervisor:
 
 
 def _give(error: BaseException, waiting: Iterable[asyncio.Future[None]]) -> bool:
-    """Raise an error in all work that still waits; returns whether there was such work."""
+    """Raise an error in all work that still waits. Returns whether any work waited."""
     left = [each for each in waiting if not each.done()]
     for each in left:
         each.set_exception(error)

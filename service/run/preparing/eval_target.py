@@ -31,18 +31,18 @@ from service.run.folder import (
 
 @dataclass(frozen=True)
 class EvalTarget:
-    """The weights to evaluate, and the run that they belong to, if there is one."""
+    """The weights to evaluate, and their run, if they belong to a run."""
 
     path: Path
     """The path that the user gave."""
     run: Path | None
     """The folder of the run that the weights belong to; None if they belong to no run."""
     model: Path | None
-    """The Hugging Face folder of the weights; None if the weights are an adapter, or are in a checkpoint."""
+    """The Hugging Face folder of the weights; None if they are an adapter or in a checkpoint."""
     step: int | None = None
     """The step of the checkpoint to evaluate; None: the newest complete checkpoint."""
     adapter: Path | None = None
-    """The folder of the run's final adapter; None if the weights are a whole model, or are in a checkpoint."""
+    """The folder of the run's final adapter; None if the weights are a whole model or in a checkpoint."""
 
     @property
     def settings(self) -> list[Path]:
@@ -55,22 +55,22 @@ class EvalTarget:
         return Checkpoints((self.run or self.path) / CHECKPOINTS, keep=1)
 
     def begun_with(self, model: ModelConfig) -> Path:
-        """The folder of the run's initial model; if the run trains an adapter after a warm start, the folder of the
-        warm-started model to which the adapter is added. This model gives the run's checkpoints their shapes and
-        tokenizer, and it is the base model of adapters."""
+        """The folder of the run's initial model. If the run trains an adapter after a warm start, the folder of the
+        warm-started model. This model gives the checkpoints their shapes and tokenizer, and is the base model of
+        adapters."""
         run = self.run or self.path
         return warmed_model(model, run) or initial_model(model, run)
 
     def weights(self, manifest: Manifest | None) -> Path:
-        """The folder of the weights: the checkpoint of `manifest`; without a manifest, the Hugging Face folder or the
+        """The folder of the weights: the checkpoint of `manifest`. Without a manifest: the Hugging Face folder, or the
         adapter's folder."""
         if manifest is not None:
             return self.checkpoints.path(manifest.step)
         return self.model or self.adapter or self.path
 
     def manifest(self) -> Manifest:
-        """The manifest of the checkpoint to evaluate: of `step`, or else the newest complete one; `UserError` if there
-        is none."""
+        """The manifest of the checkpoint to evaluate: the checkpoint of `step`, or else the newest complete checkpoint.
+        `UserError` if there is none."""
         if self.step is not None:
             return self.checkpoints.manifest(self.step)
         steps = self.checkpoints.steps()
@@ -84,8 +84,8 @@ class EvalTarget:
 
 
 def eval_target(path: Path) -> EvalTarget:
-    """Find the weights to evaluate from a path, or from the name of a run in `runs/`; `UserError` if there is no model,
-    run or checkpoint."""
+    """Find the weights to evaluate by a path, or by the name of a run in `runs/`. `UserError` if there is no model, run
+    or checkpoint."""
     if is_run_folder(RUNS / path) and not (is_model_folder(path) or is_run_folder(path) or is_adapter_folder(path)):
         path = RUNS / path
     absolute = resolved(path)

@@ -48,11 +48,11 @@ class Prepared:
     vocab_size: int
     """Rows of the model's head: all token ids are below it."""
     routing: Routing
-    """The form in which the model's routed experts are recorded, which router replay needs."""
+    """The form in which the model's routed experts are recorded for router replay."""
     eval_files: Mapping[str, Path] = field(default_factory=dict)
     """File of each evaluation set, by name."""
     warmed_model: Path | None = None
-    """The folder to which the warm start writes the base model of the adapter; None if it does not write one."""
+    """The folder to which the warm start writes the base model of the adapter; None if there is no such model."""
 
     @property
     def base(self) -> Path:
@@ -61,8 +61,8 @@ class Prepared:
 
 
 def check_first_adapter(model: ModelConfig) -> None:
-    """Raises `UserError` if a run would refuse `model.adapter`; does nothing if it or its base model is not on this
-    machine."""
+    """Raises `UserError` if a run would refuse `model.adapter`. Does nothing if the adapter or its base model is not on
+    this machine."""
     if model.path is not None and is_model_folder(model.path) and model.adapter is not None and model.adapter.exists():
         checked_shapes(model, model.path, checked_model(model.path))
 
@@ -77,8 +77,8 @@ def checked_shapes(model: ModelConfig, folder: Path, hf_config: PretrainedConfig
 
 
 def checked_model(folder: Path) -> PretrainedConfig:
-    """Read the configuration of a model folder; `UserError` if it, the tokenizer and the stored weights do not fit each
-    other."""
+    """Read the configuration of a model folder. `UserError` if the configuration, the tokenizer and the weights do not
+    match."""
     hf_config = read_config(folder)
     check_vocabulary(folder, load_tokenizer(folder))
     with code_of_the_model(folder):
@@ -88,8 +88,8 @@ def checked_model(folder: Path) -> PretrainedConfig:
 
 
 def prepare_weights(model: ModelConfig, target: EvalTarget) -> Manifest | None:
-    """Check the weights to evaluate; `UserError` if model, tokenizer or checkpoint is missing or damaged, or of another
-    run. Returns the manifest of their checkpoint; None for a Hugging Face folder or a final adapter."""
+    """Check the weights to evaluate. Returns the manifest of their checkpoint; None for a Hugging Face folder or a
+    final adapter. `UserError` if model, tokenizer or checkpoint is missing, damaged, or of another run."""
     if target.model is not None:
         try:
             checked_model(target.model)
@@ -110,8 +110,8 @@ def prepare_weights(model: ModelConfig, target: EvalTarget) -> Manifest | None:
 
 
 def check_checkpoint(lora: LoraConfig | None, begun_with: Path, checkpoint: Path) -> None:
-    """Raises `UserError` if a checkpoint is damaged, or of another model or adapter than the run that would continue
-    from it. `begun_with`: the folder of the model that the run trains, or whose adapter it trains."""
+    """Raises `UserError` if a checkpoint is damaged, or has another model or adapter than the run that would continue
+    from it. `begun_with`: the folder of the model that the run trains, or adds an adapter to."""
     parts = checkpoint / TRAINER
     shapes = trained_shapes(read_config(begun_with), lora)
     base, alpha = (None, None) if lora is None else (Base.of(begun_with), lora.alpha)
@@ -119,8 +119,8 @@ def check_checkpoint(lora: LoraConfig | None, begun_with: Path, checkpoint: Path
 
 
 def prepare_evaluation(data: DataConfig, env: EnvConfig, seed: int, folder: Path) -> dict[str, Path]:
-    """Find the file of each evaluation set, by name, or write it if rows have to be made; `UserError` if a set is
-    missing or malformed, or needs an environment that cannot be made."""
+    """Return the file of each evaluation set, by name; make the file if its rows are synthetic. `UserError` if a set is
+    missing or malformed, or its environment cannot be made."""
     files = eval_files(data, env, folder / DATA, seed)
     for path in files.values():
         check_environments(env, load_tasks(path), path)
@@ -161,9 +161,9 @@ def read_conversations(
 
 
 def make_policy(model: ModelConfig, env: EnvConfig, seed: int, folder: Path) -> Path:
-    """Write a small model with random weights and a tokenizer for the environment's words, unless a resumed run has it
-    already; returns its folder. `UserError` without such a model, or if this machine has too little memory to train
-    it."""
+    """Write a small model with random weights and a tokenizer for the environment's words, and return its folder. (A
+    resumed run has the model already.) `UserError` if no model is configured, or this machine has too little memory to
+    train it."""
     if is_model_folder(folder):
         return folder
     if model.make is None:

@@ -1,7 +1,7 @@
 """Resumes a run: finds the checkpoint from which it continues, and compares its settings with those of the earlier
 process.
 
-Everything is checked before Ray starts, so that a refusal comes at once and leaves the run unchanged.
+Everything is checked before Ray starts, so a refusal comes early and leaves the run unchanged.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from service.run.folder import (
 Load = Callable[[Path], Config]
 """A function that reads the configuration of a run; settings on the command line override the file."""
 FromStore = Callable[[str, Load, Path | None], Path]
-"""A function that restores the folder of a run from the store at an address: to the given folder, or else to a new
+"""A function that restores a run folder from the store at an address. It writes to the given folder; None: to a new
 folder in `run.dir`."""
 
 
 def folder_to_resume(
     run: str, configs: Sequence[Path], overrides: Sequence[str], from_store: FromStore
 ) -> tuple[Path, list[str]]:
-    """The folder of the run to resume, by its folder, name or store's address, and the settings that override its
-    configuration; `UserError` if there is no such run. If this disk has no data of it, it is restored from the store
-    that the address or the configuration names."""
+    """The folder of the run to resume, and the settings that override its configuration. `run`: its folder, its name,
+    or its store's address. If this disk lacks its data, it is restored from the store that the address or the
+    configuration names. `UserError` if there is no such run."""
 
     def loaded(*files: Path) -> Config:
         return load([*files, *configs], overrides).config
@@ -54,7 +54,7 @@ def folder_to_resume(
         folder = from_store(store, loaded, None)
     elif folder is not None and _is_to_be_restored(folder) and (store := loaded(folder / CONFIG).run.store) is not None:
         with lock_run(folder):
-            if _is_to_be_restored(folder):  # otherwise another process has done so meanwhile
+            if _is_to_be_restored(folder):  # else another process has restored it meanwhile
                 from_store(store, loaded, folder.resolve())
     if folder is None:
         raise no_such_run(run, besides="the address of a store, ")
@@ -62,8 +62,8 @@ def folder_to_resume(
 
 
 def _is_to_be_restored(folder: Path) -> bool:
-    """Whether a run's folder is restored from its store: it has neither checkpoint nor journal, or the process that
-    restored it was killed before the checkpoint was there (`service.store.fetch`)."""
+    """Whether a run's folder must be restored from its store: it has no checkpoint and no journal, or an earlier
+    restoration was killed before the checkpoint was complete (`service.store.fetch`)."""
     has_checkpoint = any((folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
     has_journal = any((folder / JOURNAL).glob("*"))
     return not has_checkpoint and (not has_journal or (folder / STORE_MARK).exists())
@@ -71,9 +71,9 @@ def _is_to_be_restored(folder: Path) -> bool:
 
 @contextmanager
 def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Manifest]:
-    """Within the block, hold the lock of a run's folder, without what a killed writer left unfinished. Yields the
-    manifest of the checkpoint from which the run continues; a run with all its steps continues to write its final
-    weights.
+    """Within the block, hold the lock of a run's folder; delete unfinished checkpoints first. Yields the manifest of
+    the checkpoint from which the run continues. (A run that has taken all its steps continues only to write its final
+    weights.)
 
     Raises:
         UserError: another process runs this run, there is no complete checkpoint, or the run has nothing left to do.
@@ -100,7 +100,7 @@ def changed_settings(config: Config, folder: Path) -> list[str]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """All values other than sections, by full path."""
+    """All settings by full path, without sections."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
         leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

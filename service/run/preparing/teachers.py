@@ -16,8 +16,9 @@ def teachers_of(
     columns: Sequence[Mapping[str, Any]],
     temperatures: Sequence[float | None],
 ) -> list[str]:
-    """The name of the teacher of each row of the dataset, chosen by its columns, or an empty name; `UserError` if a
-    teacher is unknown, a row with one has a temperature other than 1, or no row has one."""
+    """For each row of the dataset, the name of its teacher, chosen by the row's columns; empty for no teacher.
+    `UserError` if a teacher is unknown, a row with a teacher has a temperature other than 1, or no row has a
+    teacher."""
     known = [name for name, scorer in scorers.items() if scorer.kind == "teacher"]
     found: list[str] = []
     if teacher is None:

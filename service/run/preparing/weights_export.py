@@ -20,8 +20,8 @@ from service.run.preparing.eval_target import EvalTarget
 
 
 def export(model: ModelConfig, target: EvalTarget, manifest: Manifest | None, folder: Path, merged: bool = True) -> int:
-    """Write weights that `prepare_weights` has checked to a folder, which appears only once it is complete, in
-    `model.dtype`. An adapter is merged into its base in float32, or written alone in PEFT's form. Returns the number of
+    """Write weights to a folder, in `model.dtype`; `prepare_weights` has checked them. The folder appears only when it
+    is complete. An adapter is merged into its base in float32, or written alone in PEFT's form. Returns the number of
     merged matrices. `UserError` if the checkpoint was deleted meanwhile, or the folder cannot be written."""
     try:
         if model.lora is not None and target.model is None:

@@ -1,1 +1,1 @@
-"""What a run writes for people: metrics, trajectories, timeline, logs, progress."""
+"""Writes a run's records for people: metrics, trajectories, timeline, logs, progress."""

@@ -1,9 +1,9 @@
 """Writes the log file of one process of a run, `logs/<process>.log`, which is bounded in size. Each line begins with
 the time.
 
-Run as a script, this module copies its standard input into a log file. Because the script is a separate process,
-nothing that a killed process has written is lost. The logged process and its children, such as vLLM's engine core,
-write into the same log. The script needs only the standard library, and ends when the last of these writers has ended.
+Run as a script, this module copies its standard input into a log file. It is a separate process, so a log is complete
+even if the logged process is killed. The children of the logged process, such as vLLM's engine core, write into the
+same log. The script needs only the standard library, and ends after the last writer.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LINE_BYTES = 64 << 10
 MESSAGE = "%(levelname)s %(name)s: %(message)s"
 """Format of a message of Python's logging, without the time."""
 LEFT_OUT = re.compile(rb":actor_name:|.*(?:Successfully reset prefix cache|setting pause state to)")
-"""Lines that only Ray's own log reader needs, and those of vLLM at each weight update."""
+"""Lines that are left out: lines for Ray's own log reader, and vLLM's lines at each weight update."""
 SUFFIX = ".log"
 
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 
 
 class _LogHandler(RotatingFileHandler):
-    """A log file that drops messages if the disk is full, instead of stopping the writer or filling the terminal."""
+    """A log file that drops messages if the disk is full. It neither stops the writer nor fills the terminal."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore a failure to write a message."""
@@ -52,7 +52,7 @@ def log_handler(file: Path, message: str = "%(message)s") -> RotatingFileHandler
 
 
 def plain(line: bytes) -> str:
-    r"""A line as text: of a progress bar only its last state, and control characters as escapes.
+    r"""A line as text: control characters become escapes, and only the last state of a progress bar stays.
 
     >>> plain(b"10 %\r20 %\n"), plain(b"\x1b[31mred\n")
     ('20 %', '\\x1b[31mred')
@@ -63,8 +63,7 @@ def plain(line: bytes) -> str:
 
 @contextmanager
 def log_into(file: Path) -> Iterator[None]:
-    """Within the block, also write this process's log messages to a file; if an error ends the block, the error is
-    written too."""
+    """Within the block, also write this process's log messages to a file, and the error that ends the block, if any."""
     root, in_file, on_terminal = logging.getLogger(), log_handler(file, MESSAGE), logging.StreamHandler()
     on_terminal.setLevel(logging.WARNING)
     for handler in (in_file, on_terminal):

@@ -1,4 +1,4 @@
-"""Reports the progress of a run: metrics of each optimizer step, lines for the terminal, the learning curve, the
+"""Reports the progress of a run: metrics of each optimizer step, lines on the terminal, the learning curve, the
 summary."""
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PLOT_SECONDS = 20.0
 """Minimum seconds between two drawings of the learning curve during the run."""
 
 RECENT_STEPS = 20
-"""Number of the last steps over which a progress line averages times and from which it estimates the time left."""
+"""Number of steps over which a progress line averages times, to estimate the time left."""
 
 GENERATION = "generation"
 """Name of the part of a step in which the trainer waits for generation."""
 PARTS = {"waiting": GENERATION, "step": "training", "evaluating": "evaluation"}
-"""For states of the driver, the name of the part of a step that they belong to; other states are parts of the same
+"""For a state of the driver, the part of a step to which its time belongs. Any other state is a part of the same
 name."""
 
 
@@ -55,7 +55,7 @@ class StepTimes:
         part."""
         now = Counter(self._states())
         step = Counter({PARTS.get(state, state): seconds for state, seconds in (now - self._before).items()})
-        step[GENERATION] -= step[SCORERS]  # which is a part of the wait
+        step[GENERATION] -= step[SCORERS]  # the wait includes scoring
         self._before, self._all = now, self._all + step
         return step
 
@@ -86,7 +86,7 @@ class Progress:
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         """Seconds of each of the last steps."""
         self._seconds_before = 0.0
-        """Seconds in which earlier processes ran this run, up to the step from which it continues."""
+        """Seconds that earlier processes of this run took until the step from which it continues."""
         self._synced: float | None = None
         self._rewards: list[float] = []
         self._staleness: list[float] = []
@@ -113,8 +113,8 @@ class Progress:
         self._diagnosis = Diagnosis(lines)
 
     def synced(self, seconds: float | None) -> None:
-        """Record how long an update of the weights took. `seconds`: from sending new weights until the engines used
-        them; None if no update was in progress."""
+        """Record how long a weight update took. `seconds`: from sending new weights until the engines used them; None
+        if there was no update."""
         self._synced = self._synced if seconds is None else seconds
 
     def stepped(
@@ -124,8 +124,8 @@ class Progress:
         metrics: Mapping[str, float],
         generators: Sequence[Mapping[str, Any]],
     ) -> dict[str, float]:
-        """Record a committed optimizer step: write its metrics to `metrics.jsonl` and return them. The metrics combine
-        the numbers of the mini-batch, of training and of the generators."""
+        """Record a committed optimizer step: write its metrics to `metrics.jsonl`, and return them. They are the
+        numbers of the mini-batch, of training and of the generators."""
         now, spent = time.monotonic(), self._times.stepped()
         line = {
             "trainer/global_step": version.step,
@@ -138,7 +138,7 @@ class Progress:
             **({} if self._synced is None else {"timing/sync_weights": self._synced}),
             **self._wait_fractions(generators),
         }
-        self._synced = None  # otherwise every step until the next update would count this one again
+        self._synced = None  # else later steps would count this update again
         wall = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._folder.log_step(line, {"time": wall, "bound_by": max(spent, key=lambda part: spent[part], default="")})
         self._recent.append(now - self._last)
@@ -175,8 +175,7 @@ class Progress:
 
     @property
     def not_learning(self) -> str:
-        """The reason why the policy may not be learning, judged by the last optimizer steps; empty if nothing suggests
-        that."""
+        """Why the policy may not be learning, judged by the last optimizer steps; empty if there is no sign of it."""
         return in_words(self._diagnosis.found())
 
     def end(

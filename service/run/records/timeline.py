@@ -75,8 +75,8 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 
 def timeline_events(folder: Path) -> Iterator[bytes]:
-    """The events of a run's timeline as JSON. Names of processes and rows, which repeat, are given once; a line that
-    its killed writer cut off is skipped. `UserError` if there is no timeline, or a line is no event."""
+    """The events of a run's timeline as JSON. Repeated names of processes and rows are left out, and so is a line that
+    a killed writer left incomplete. `UserError` if there is no timeline, or a line is no event."""
     files = sorted(file for file in (folder / TIMELINE).glob("*.jsonl") if file.is_file())
     if not files:
         raise UserError(f"{folder / TIMELINE}: this run has kept no timeline")

@@ -39,7 +39,7 @@ from service.types import Extension, Int64s, MiniBatch, PolicyVersion, Step, Tra
 
 Record = dict[str, Any]
 FAILED = "failed"
-"""The fate of an attempt that failed, or that got no reward from a scorer."""
+"""The fate of an attempt that failed, or for which a scorer gave no reward."""
 SHOWN = 200
 """Maximum characters of an error message about a malformed line."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -48,7 +48,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class StepShape(TypedDict):
-    """The fields of a step in a record that are needed to show it."""
+    """The fields of a recorded step that are needed to show the step."""
 
     index: Count
     prompt_ids: list[TokenId]
@@ -93,7 +93,7 @@ RecordShape = TypedDict(
         "steps": list[StepShape],
     },
 )
-"""The fields of a record that are needed to show it."""
+"""The fields of a trajectory's record that are needed to show the trajectory."""
 _DECODER = msgspec.json.Decoder(RecordShape)
 
 
@@ -117,8 +117,8 @@ class RecordSettings:
 def trajectory_records(
     batch: MiniBatch, groups: Sequence[CompleteGroup], at: PolicyVersion, settings: RecordSettings
 ) -> list[Record]:
-    """Records of a random sample of a mini-batch's trajectories. `at`: the policy version after training on the
-    mini-batch; `settings`: has the size of the sample."""
+    """The records of a random sample of a mini-batch's trajectories. `at`: the policy version after training on the
+    mini-batch; `settings`: contains the size of the sample."""
     count = min(settings.per_step, len(batch.return_G))
     chosen = sorted(np.random.default_rng(batch.lease).choice(len(batch.return_G), count, replace=False).tolist())
     first_of_group = np.searchsorted(batch.prompt_of_trajectory_G, np.arange(len(groups)))
@@ -157,7 +157,7 @@ def trajectory_records(
 
 
 def _steps_by_sample(group: CompleteGroup) -> list[Int64s]:
-    """[G][K] the rows of each trajectory's steps in the table of a group, by sample, in order of their index."""
+    """[G][K] for each sample of a group, the rows of its steps in the group's table, in order of the steps' index."""
     steps = group.steps
     by_index = np.argsort(steps.index_K)
     return [by_index[steps.sample_K[by_index] == sample] for sample in np.sort(group.ends.sample_E)]
@@ -175,8 +175,8 @@ def describe_ends(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 class LostTrajectories:
-    """A bounded sample of trajectories that were not trained: one of each group that ends untrained (`ended`), and
-    failed attempts (`failed`), as the buffer reports them."""
+    """Collects a bounded sample of untrained trajectories, which the buffer reports: one of each group that ends
+    untrained (`ended`), and failed attempts (`failed`)."""
 
     def __init__(self, settings: RecordSettings) -> None:
         self._settings = settings
@@ -184,8 +184,8 @@ class LostTrajectories:
         self._failed: list[Record] = []
 
     def ended(self, end: Ended, uid: str, store: Store, at: PolicyVersion) -> None:
-        """Record one trajectory of a group that ends untrained: the one with the most steps among the complete
-        trajectories, or among all trajectories if none is complete. The steps are read from `store`."""
+        """Record one trajectory of a group that ends untrained: the complete trajectory with the most steps, or, if
+        none is complete, the trajectory with the most steps. The steps are read from `store`."""
         if len(self._records) >= self._settings.per_step:
             return
         held = store.of(end.group_id)
@@ -199,15 +199,15 @@ class LostTrajectories:
         self._records.append(record | _untrained(str(end.state), end.reason, last, at))
 
     def failed(self, end: TrajectoryEnd, reason: str, store: Store, at: PolicyVersion) -> None:
-        """Record an attempt that failed, or got no reward from a scorer. The steps are read from `store`."""
+        """Record an attempt that failed, or for which a scorer gave no reward. The steps are read from `store`."""
         if len(self._failed) < self._settings.per_step:
             steps, _ = _stored(store.of(end.trajectory.group_id), end.trajectory.sample)
             record = _record(end.trajectory, end.prompt_uid, steps, end, at, self._settings)
             self._failed.append(record | _untrained(FAILED, reason, end, at))
 
     def take(self) -> list[Record]:
-        """Return the records collected since the last call, and clear them: at most `run.trajectories_per_step` of
-        ended groups, and as many of failed attempts."""
+        """Return the records since the last call, and clear them: up to `run.trajectories_per_step` of ended groups,
+        and as many of failed attempts."""
         records, self._records, self._failed = self._records + self._failed, [], []
         return records
 
@@ -229,7 +229,7 @@ def _untrained(fate: str, reason: str, end: TrajectoryEnd | None, at: PolicyVers
 
 
 def _stored(held: GroupData, sample: int) -> tuple[list[Step], TrajectoryEnd | None]:
-    """The steps of a sample before the first missing step, and the record that ends the trajectory, if the buffer has
+    """The steps of a sample up to its first missing step, and the record that ends the trajectory, if the buffer has
     it."""
     steps = [step for table in held.steps_of(sample) for step in step_objects(table)]
     steps.sort(key=lambda step: step.index)
@@ -265,8 +265,8 @@ def _record(
 
 
 def _parents(steps: Sequence[Step]) -> Iterator[int | None]:
-    """For each step, the number of the earlier step that it continues, or None. A step continues another step if its
-    tokens begin with all tokens of that step."""
+    """For each step, the index of the earlier step that it continues, or None. A step continues an earlier step if it
+    begins with all tokens of the earlier step."""
     lengths: dict[int, int] = {}
     for step in steps:
         extends = step.extends or Extension(-1, 0, 0)
@@ -275,8 +275,7 @@ def _parents(steps: Sequence[Step]) -> Iterator[int | None]:
 
 
 def _step_record(step: Step, parent: int | None, later: float) -> Record:
-    """The record of a step, except row and role; `later`: the reward that was added to the step's own reward after it
-    was sent."""
+    """The record of a step, except row and role. `later`: the reward that the step got after it was sent."""
     rewards = np.atleast_1d(np.array(step.reward, np.float64))
     rewards[-1:] += later
     logprobs = None
@@ -336,12 +335,12 @@ def load_records(folder: Path) -> list[Record]:
 
 
 def _checked(record: RecordShape) -> Record:
-    """Check a record; ValueError if a step lacks data about its tokens, or continues a step that is not before it."""
+    """Check a record. ValueError if a step lacks data about its tokens, or continues a step that is not earlier."""
     for place, step in enumerate(record["steps"]):
         if step["index"] != place or not ((parent := step["parent"]) is None or parent < place):
             raise ValueError(f"step {step['index']} is not the step {place}, or continues a later one")
         tokens = len(step["response_ids"])
         facts = [len(step["loss_mask"]), sum(count for count, _ in step["versions"])]
         if facts != [tokens, tokens] or len(step["logprobs"] or step["response_ids"]) != tokens:
-            raise ValueError(f"step {step['index']} has {tokens} tokens, but not as many facts about them")
+            raise ValueError(f"step {step['index']} has {tokens} tokens, but a column of another length")
     return dict(record)

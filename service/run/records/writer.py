@@ -31,11 +31,11 @@ from service.run.folder import (
 BLOCK = 1 << 16
 """Bytes that are read at once when looking for the end of the last line."""
 TABLE_STEPS = 10
-"""Optimizer steps from one table of sample trajectories in a tracker to the next."""
+"""Optimizer steps between two tables of sample trajectories in a tracker."""
 TABLE_KEYS = ("id", "fate", "return", "advantage", "stop_reason", "sampled_tokens")
 TABLE_ROWS = 16
 TABLE_CHARACTERS = 20_000
-"""Maximum characters of a trajectory's text in a tracker's table; of a longer text, only the end is kept."""
+"""Maximum characters of a trajectory's text in a tracker's table. Only the end of a longer text is kept."""
 
 _tokenizer = lru_cache(maxsize=1)(read_tokenizer)
 
@@ -46,7 +46,7 @@ class RunWriter:
     def __init__(self, path: Path, has_begun: bool = True) -> None:
         self.path = Path(path)
         self._has_begun = has_begun
-        """False for a resumed run until it continues: if the run ends before, its summary and scrape targets stay."""
+        """False for a resumed run until it continues. If the run ends earlier, its summary and scrape targets stay."""
         (self.path / LOGS).mkdir(parents=True, exist_ok=True)
         self._metrics: TextIO | None = None
         self._trackers: list[TensorBoard | Wandb] = []
@@ -59,11 +59,11 @@ class RunWriter:
         self.step = 0
         """The optimizer step that was logged last."""
         self.has_final = False
-        """Whether the final weights are those of the step `step`."""
+        """Whether the final weights are the weights of the step `step`."""
 
     def begin(self, resolved: str, wandb: WandbConfig | None = None, model_folder: Path | None = None) -> None:
-        """Begin or continue a run: delete the summary of an earlier process, and write the resolved configuration,
-        which repeats the run. `model_folder`: has the tokenizer for texts in Weights & Biases."""
+        """Begin or continue a run: delete the summary of an earlier process, and write the resolved configuration.
+        `model_folder`: has the tokenizer for texts in Weights & Biases."""
         (self.path / SUMMARY).unlink(missing_ok=True)
         self._has_begun, self._resolved, self._wandb = True, resolved, wandb
         self._model_folder = model_folder or Path()
@@ -87,8 +87,8 @@ class RunWriter:
         return self.path.parent / TARGETS / f"{self.path.name}.json"
 
     def log_step(self, numbers: Mapping[str, float], texts: Mapping[str, str] | None = None) -> None:
-        """Log an optimizer step: append numbers, `trainer/global_step` among them, and texts as a line to
-        `metrics.jsonl`, and send the numbers to the trackers."""
+        """Log an optimizer step: append numbers and texts as a line to `metrics.jsonl`, and send the numbers to the
+        trackers. `numbers` must have `trainer/global_step`."""
         if "trainer/global_step" not in numbers:
             raise ValueError("a line of metrics.jsonl needs trainer/global_step")
         if self._metrics is None:
@@ -105,8 +105,8 @@ class RunWriter:
         self._kept = []
 
     def cut_after(self, step: int) -> list[dict[str, Any]]:
-        """Delete from `metrics.jsonl` and `evaluations.jsonl` the lines of all optimizer steps after `step`, because
-        the trainer will repeat these steps. Returns the remaining lines of `metrics.jsonl`."""
+        """Delete the lines of all optimizer steps after `step` from `metrics.jsonl` and `evaluations.jsonl`: the
+        trainer will repeat these steps. Returns the remaining lines of `metrics.jsonl`."""
         self.step = step
         _cut(self.path / EVALUATIONS, "step", step)
         metrics, key = self.path / METRICS, "trainer/global_step"
@@ -144,8 +144,8 @@ class RunWriter:
             draw_learning_curve(lines, partial, title=self.path.name)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the result of the run as one JSON object. A process that resumes a run, and ends before `begin` is
-        called, leaves the summary of the earlier process unchanged."""
+        """Write the result of the run as one JSON object. If a process resumes a run but ends before `begin`, the
+        summary of the earlier process stays."""
         if not self._has_begun:
             return
         summary = {key: printable(value) if isinstance(value, str) else value for key, value in summary.items()}
@@ -173,7 +173,7 @@ def table_rows(records: Sequence[Mapping[str, Any]], model_folder: Path) -> list
 
 
 def _cut(path: Path, key: str, limit: int) -> list[dict[str, Any]]:
-    """Keep only the lines of a JSONL file in which `key` is at most `limit`; returns these."""
+    """Keep only the lines of a JSONL file in which `key` is at most `limit`. Returns these lines."""
     lines = list(read_lines(path))
     kept = [line for line in lines if line[key] <= limit]
     if len(kept) < len(lines):
@@ -190,7 +190,7 @@ def _number(value: float) -> float | int | None:
 
 
 def _append_lines(path: Path) -> TextIO:
-    """Open a file of lines for appending; truncates an incomplete last line, whose writer was killed."""
+    """Open a file of lines for appending. Cuts off an incomplete last line, which a killed writer left."""
     with path.open("ab+") as file:
         size = file.seek(0, os.SEEK_END)
         whole = _end_of_last_line(file, size)

@@ -86,7 +86,7 @@ async def test_a_step_that_the_buffer_refuses_is_not_answered_and_ends_the_sessi
     status, reply = await client.post(talk.path, talk.body())
     assert status == 502 and "abort" in talk.error(reply) and "17" not in talk.error(reply)
     assert (await client.post(talk.path, talk.body()))[0] == 409
-    with pytest.raises(TrajectoryFailed, match="the buffer takes no more of it"):
+    with pytest.raises(TrajectoryFailed, match="the buffer accepts no more steps of it"):
         session.ended.result()
 
 

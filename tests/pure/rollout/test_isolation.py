@@ -181,7 +181,7 @@ async def test_an_answer_to_an_earlier_request_is_never_taken_for_one_to_the_lat
         environment = isolated(processes, "Scribbles")
         steps, end = await play(chat, "look fox age", environment, step_deadline=240.0, observe=seen.append)
         assert (steps, end.stop_reason) == ([], "environment_error")
-        assert "answered an earlier request again" in seen[0].failure
+        assert "answered an earlier request a second time" in seen[0].failure
 
 
 @pytest.mark.parametrize("name", ["Detaches", "KeepsTheInterpreter"])

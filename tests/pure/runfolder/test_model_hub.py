@@ -32,7 +32,7 @@ FILES = {"models/org/tiny": MODEL_FILES, "datasets/org/words": {"main/train.json
 SETTINGS = ["model.make=null", "model.warm_start=null", "data.make_rows=null", "model.path=hf:org/tiny"]
 SETTINGS += ["data.train=hf:org/words@v1:main/train.jsonl", "data.eval.a=hf:org/words@v1:main/test.jsonl"]
 OF_COMMIT = [word.replace("org/tiny", f"org/tiny@{FIRST}").replace("@v1", f"@{FIRST}") for word in SETTINGS]
-COPY = "and give the path of the copy"
+COPY = "where there is a network, and give the path of the copy"
 MODEL, DATASET = Named("model folder", "folder"), Named("dataset")
 
 
@@ -119,8 +119,8 @@ async def test_addresses_become_files_of_the_cache_which_also_serves_without_a_n
 @pytest.mark.parametrize(
     ("named", "address", "line"),
     [
-        (MODEL, "hf:a/b@v2", "`hf download a/b --repo-type model --revision v2 --local-dir DIR`, " + COPY),
-        (DATASET, "hf:a/b:m/c.parquet", "`hf download a/b --repo-type dataset --local-dir DIR`, " + COPY),
+        (MODEL, "hf:a/b@v2", "`hf download a/b --repo-type model --revision v2 --local-dir DIR` " + COPY),
+        (DATASET, "hf:a/b:m/c.parquet", "`hf download a/b --repo-type dataset --local-dir DIR` " + COPY),
         (DATASET, "hf:a/b", "is no address of a dataset on a hub; the form is hf:org/name@revision:file.parquet"),
         (MODEL, "hf:a/b:c", "is no address of a model folder on a hub; the form is hf:org/name@revision"),
     ],
