@@ -142,7 +142,7 @@ class Waits:
         self._waits.pop(who, None)
 
     def current(self) -> tuple[Waiting, ...]:
-        """Everyone who has to wait, and the trajectory that has been silent longest, beyond `SILENT_FRACTION`."""
+        """Everyone who has to wait, and the longest silent trajectory if its silence exceeds `SILENT_FRACTION`."""
         now = self._clock.monotonic()
         waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
         for (group_id, sample), since in islice(self._record.ledger.since.items(), 1):

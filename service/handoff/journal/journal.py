@@ -166,7 +166,7 @@ class Journal:
         self._clock = clock
         self._disk: Disk = disk or Disk()
         self._segment_position = 0
-        """Position from which the bytes of the next frame's segment count: after its snapshot, which may be long."""
+        """End of the last segment's snapshot. `segment_bytes` counts from here, because a snapshot may be long."""
         self.reclaims: list[tuple[int, int]] = []
         """Calls of `reclaim` that `sync` has not carried out yet, as (`once`, `below`)."""
         self._queue: list[_Queued] = []
