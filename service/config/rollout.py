@@ -26,9 +26,9 @@ from service.config.section import (
 )
 from service.handoff.steps.values import MAX_REWARD
 
-COLDEST, HOTTEST = 0.01, 100.0
-"""Lowest and highest temperature in training. vLLM raises a lower temperature to COLDEST; the trainer would then
-compute another distribution."""
+COLDEST, HOTTEST = 0.01, 2.0
+"""Lowest and highest temperature in training. vLLM refuses a higher one, and raises a lower one to COLDEST; the trainer
+would then compute another distribution."""
 
 COMPUTE_SCORE = "compute_score"
 """Name of the environment that calls `env.compute_score`."""
@@ -97,8 +97,8 @@ class DataConfig(Section):
     eval_rows: Positive | None = 512
     """Rows of each set that evaluations during training play, the same in all runs; None: all. Afterwards, and in
     `baton eval`, all rows are played."""
-    eval_temperature: Annotated[float, Field(ge=0)] | None = None
-    """Sampling temperature of evaluations; 0: greedy; None: as in training."""
+    eval_temperature: Annotated[float, Field(ge=0, le=HOTTEST)] | None = None
+    """Temperature of evaluations; 0: greedy; None: as in training."""
     eval_deadline: Seconds = 3600.0
     """Seconds after which an evaluation is cancelled; the run continues."""
     shuffle: bool = True
@@ -251,7 +251,7 @@ class GeneratorConfig(Section):
     """Tokens of a turn's prompt."""
     max_generate_length: Annotated[int, Field(ge=2, le=MOST)] = 256
     """Tokens of a turn's response; one is reserved for an end token that may be appended."""
-    temperature: Annotated[float, Field(ge=COLDEST, lt=HOTTEST)] = 1.0
+    temperature: Annotated[float, Field(ge=COLDEST, le=HOTTEST)] = 1.0
     """Sampling temperature in training."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample only among the most probable tokens that together have this probability; the trainer does the same."""

@@ -96,7 +96,7 @@ class _RowColumns(msgspec.Struct):
     reward_model: dict[str, Any] | None = None
     extra_info: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=COLDEST, lt=HOTTEST)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=COLDEST, le=HOTTEST)] | None = None
 
 
 READ = frozenset(_RowColumns.__struct_fields__)

@@ -56,6 +56,8 @@ algorithm.teacher  algorithm.teacher={}
 algorithm.teacher.column  algorithm.teacher={} & scorers={a: {kind: teacher, model: /m}, b: {kind: teacher, model: /m}}
 generator.temperature  TEACHER & generator.temperature=0.9
 generator.top_p  TEACHER & generator.top_k=20
+generator.temperature  generator.temperature=2.1
+data.eval_temperature  data.eval_temperature=2.1
 generator.top_k  generator.top_k=600
 generator.top_k  generator.top_k=1
 algorithm.filter_zero_variance  TEACHER & algorithm.filter_zero_variance=true

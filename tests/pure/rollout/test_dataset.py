@@ -88,6 +88,7 @@ def test_a_plain_text_is_one_message_of_the_user_in_files_as_other_systems_write
         ({"prompt": PROMPT, "uid": "a"}, "row 1, column uid: 'a' is the uid of row 0 too"),
         ({"prompt": PROMPT, "uid": "a" * 513}, "row 1, column uid: .*512"),
         ({"prompt": PROMPT, "temperature": 0}, "row 1, column temperature: .*0.01"),
+        ({"prompt": PROMPT, "temperature": 2.1}, "row 1, column temperature: .*2.0"),
         ({"prompt": PROMPT, "temperature": True}, "row 1, column temperature: .*True"),
         (["prompt"], "row 1: a row is an object with columns"),
         ({"prompt": PROMPT, "tools": "[bad"}, "row 1, column tools: no JSON"),
