@@ -231,8 +231,8 @@ def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int)
 
 
 def buffer_options(config: Config) -> dict[str, Any]:
-    """Return the options with which Ray creates the buffer's actor. The buffer is placed on the driver's node if this
-    has the required labels: its loss ends the run in any case."""
+    """Return the options with which Ray creates the buffer's actor. If the driver's node has the required labels, the
+    buffer is placed there: losing this node ends the run anyway."""
     labels = dict(config.placement.buffer)
     here = {**labels, NODE_ID: ray.get_runtime_context().get_node_id()}
     return {

@@ -229,5 +229,5 @@ def end_by_force(config: Config, folder: RunWriter, why: str, number: int) -> No
                 )
             folder.write_summary({"state": "stopped", "steps": folder.step, "reason": reason})
         say(reason)
-    finally:  # the disk may be full, and the terminal closed
+    finally:  # even if the disk is full, or the terminal closed
         os._exit(128 + number)

@@ -413,7 +413,7 @@ def supports(ids_TX: Int32s, logprobs_TX: Float32s, vocab_size: int) -> tuple[Ui
     of the arguments has X columns: the drawn token, then the most probable tokens. A token that the sampler left out
     has log-probability minus infinity.
 
-    If columns may be too few for a support, its size is a number that is too large for a step.
+    If the columns are too few for a support, its size is too large for a step.
     """
     possible_TX = logprobs_TX > -np.inf
     others_TX = possible_TX & (ids_TX != ids_TX[:, :1])

@@ -232,8 +232,8 @@ class Generator(ImageHolder, Supervised):
             await self._tell(incarnation, agents.open_trajectories())
 
     async def _tell(self, incarnation: int, trajectories: Sequence[TrajectoryId], call: bool = False) -> bool:
-        """Tell the buffer that trajectories continue. `call`: they moved to this generator, and now call the policy.
-        Returns False if the buffer did not answer. (The next renewal comes long before the deadline.)"""
+        """Tell the buffer that trajectories continue. `call`: they moved here, and now call the policy. Returns False
+        if the buffer did not answer. (The next renewal comes long before the deadline.)"""
         with suppress(Unreachable, TimeoutError):
             async with asyncio.timeout(TELL_SECONDS):
                 await self._ask(self._buffer.renew, self._name, incarnation, trajectories, call)

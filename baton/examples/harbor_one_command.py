@@ -1,5 +1,4 @@
-"""An agent that runs the policy's only reply as a command, and containers without podman-compose
-(configs/harbor_tiny.yaml).
+"""An agent that runs the policy's reply as a command, and containers without podman-compose (configs/harbor_tiny.yaml).
 
 Harbor's Python environment imports this module. Write your own agent like `OneCommand`: name the variable of its key in
 `MODEL_CONNECTION`, and call `self._base_url`.

@@ -1,4 +1,4 @@
-"""Ten tasks of one command in Harbor's format, and words and demonstrations for a made model
+"""Ten tasks of one command in Harbor's format, with words and demonstrations for a small model
 (configs/harbor_tiny.yaml).
 
     user: folder red                     assistant: mkdir red         reward 1
@@ -18,7 +18,7 @@ from baton import Message
 from baton.harbor import Trial as Trial
 
 COMMANDS = {"file": ("touch", "-f"), "folder": ("mkdir", "-d")}
-"""For each kind of thing: the command that makes it, and the shell's test for it."""
+"""For each kind of thing: the command that makes it, and the shell's test."""
 NAMES = ("red", "blue", "green", "black", "white")
 TASKS = [(kind, name) for kind in COMMANDS for name in NAMES]
 TOML = """schema_version = "1.4"

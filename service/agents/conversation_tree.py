@@ -334,7 +334,7 @@ class ConversationTree:
                 is_restored=True,
             )  # fmt: skip
             if parent is not None:
-                parent.delivered = True  # the client continued the parent, so it received its reply
+                parent.delivered = True  # a client that continues a call has received its reply
             self._keep(call, token_ids)
         return age
 

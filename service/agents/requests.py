@@ -48,8 +48,7 @@ KEY_HEADERS = ("x-api-key", "api-key", "x-goog-api-key")
 """Headers in which clients of Anthropic, Azure and Google send the key."""
 ROLE_HEADER = "X-Baton-Role"
 MARK_HEADER = "X-Baton-Mark"
-"""Header with which the gateway marks each request. If it repeats a request, the mark is the same, so no second call is
-made."""
+"""Header with the gateway's mark of a request. A repeated request has the same mark, so no second call is made."""
 CONVERSATIONS = (Role.MAIN, Role.SUB, Role.AUX)
 """Roles that a conversation can have in every run."""
 STREAM = web.RequestKey("stream", web.StreamResponse)

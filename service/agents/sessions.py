@@ -89,9 +89,8 @@ class Sessions:
         self._names[_digest(session.key)] = session.name
 
     def remove(self, session: Session) -> None:
-        """Close a session, if it is open, and remove it with its tokens. Its end is remembered, except if another
-        generator continues it. If the buffer has recorded the end, so is the digest of the body that finished the
-        session."""
+        """Close a session, if it is open, and remove it with its tokens. Remember its end, except if another generator
+        continues it; and the digest of the body that finished it, if the buffer has recorded the end."""
         session.close()
         self.counts[session.state] += 1
         del self._open[session.name]

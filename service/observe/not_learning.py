@@ -1,6 +1,5 @@
-"""Finds why a run may not learn: compares the metrics of its last optimizer steps with thresholds, and lists the
-likeliest causes first. Also ends a run if engines and trainer compute different log-probabilities from the same
-weights.
+"""Finds why a run may not learn: compares the metrics of its last optimizer steps with thresholds, likeliest causes
+first. Ends a run if engines and trainer compute different log-probabilities from the same weights.
 
 Causes come before their effects. For example, if every response is cut, there is no reward, so groups have no variance
 and the gradient is zero: the cut comes first. `docs/not-learning.md` has remedies for each symptom.

@@ -147,8 +147,9 @@ class Checkpoints:
                 self._remove(step)
 
     def newest(self) -> Manifest | None:
-        """The manifest of the newest checkpoint whose files match it, or None; a line says which newer ones are
-        damaged. `UserError` if a checkpoint has another format, because the next checkpoint would delete it."""
+        """The manifest of the newest checkpoint whose files match it; None if there is none. Prints a line about each
+        newer checkpoint that is damaged. `UserError` if a checkpoint has another format: the next one would delete
+        it."""
         list(self._readable())
         damaged: list[UserError] = []
         for step in reversed(self.steps()):
