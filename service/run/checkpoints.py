@@ -147,7 +147,7 @@ class Checkpoints:
                 self._remove(step)
 
     def newest(self) -> Manifest | None:
-        """The manifest of the newest checkpoint whose files match it; None if there is none. Prints a line about each
+        """The manifest of the newest checkpoint whose files match it; None if there is none. Logs a warning for each
         newer checkpoint that is damaged. `UserError` if a checkpoint has another format: the next one would delete
         it."""
         list(self._readable())
