@@ -7,7 +7,7 @@ RAY_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_raylet_start_wait_time_s": "60",
     # A cut network link leaves connections that only one end considers open. With Ray's defaults of 300 and 120 s,
-    # weights are delayed for 420 s. Ray's servers refuse keepalive pings more often than once a minute.
+    # weights are delayed for 420 s. Ray's servers refuse more than one keepalive ping a minute.
     "RAY_grpc_client_keepalive_time_ms": "60000",
     "RAY_grpc_client_keepalive_timeout_ms": "20000",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -35,7 +35,7 @@ REPORT_TRIES, REPORT_SECONDS = 5, 0.2
 after the connection to the process has ended."""
 
 KERNEL_SECONDS = 15.0
-"""Seconds after a kill by the kernel in which the death of an actor is attributed to that kill."""
+"""An actor that dies within these seconds after the kernel killed a process is taken for the killed process."""
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _HOST_MEMORY = re.compile(r"was (\S+) used / (\S+) limit")
 

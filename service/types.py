@@ -257,7 +257,7 @@ class Ends(Table):
     role_S: Uint8s
     """[S] the number of each step's role (`service.handoff.steps.values`)."""
     later_reward_S: Float64s
-    """[S] the reward given to each step after the step was sent, in addition to the step's own reward."""
+    """[S] for each step, a reward that was given after the step was sent, in addition to its own reward."""
     offsets_E: Int64s
     transcript_N: Uint8s
     """The transcripts (outputs of agents' runs) of all end records, in UTF-8."""

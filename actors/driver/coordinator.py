@@ -378,7 +378,7 @@ class Coordinator:
     async def _restart_trainer(self, error: BatonError) -> Manifest | None:
         """Restart all ranks. Returns the newest checkpoint, from which they continue; None if they begin again with the
         first weights. The buffer leases the groups again that were trained after the checkpoint."""
-        # Repeated steps, and steps after a checkpoint that always fails, are no progress.
+        # A step that is repeated is no progress, nor is one after which no checkpoint could be written.
         if (reached := self._checkpoints.reached(self._version.step)) > self._failed_at:
             self._trainer_failures, self._failed_at = 0, reached
         if not (isinstance(error, TrainerLost) and error.is_remedied):

@@ -120,7 +120,7 @@ def items_by_trajectory(message: StepGroup) -> dict[TrajectoryId, tuple[list[int
 
 
 def _group(ledger: Ledger, message: StepGroup, of: TrajectoryId, uids: set[str]) -> Group | Refusal | None:
-    """The group of a trajectory; None if the content came too late."""
+    """The group of a trajectory; None if this attempt has ended; a refusal if the sender may not play it."""
     if not 0 <= of.group_id < ledger.state.next_group_id:
         return Refusal(RefusalReason.UNKNOWN_GROUP, str(of), of.group_id)
     if not 0 <= of.sample < ledger.state.n_samples:

@@ -202,7 +202,7 @@ class _OpenRow:
     tip: StepNode
     """The row's last step."""
     steps: list[int] = field(default_factory=list)
-    """The row's steps, as items of the table, in order."""
+    """The positions of the row's steps in the table, in order."""
     segments: list[tuple[int, int, bool]] = field(default_factory=list)
     """(start, stop, live) of each segment of the row, on the steps' token axis."""
 
