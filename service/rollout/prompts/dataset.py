@@ -126,13 +126,20 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path, uid: str) -> Task
         raise _error(path, number, column, f"{where}{problem}{value}") from error
     if row.reward_spec and row.reward_model and row.reward_spec != row.reward_model:
         raise _error(path, number, "reward_model", "differs from reward_spec, of which it is another name; give one")
+    if isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant":
+        told = "ends with an answer of the assistant; leave the answer out, for the policy writes it"
+        raise _error(path, number, "prompt", told)
+    others, extra = {name: of for name, of in plain.items() if name not in READ}, row.extra_info or {}
+    for name in others.keys() & extra.keys():
+        if others[name] != extra[name]:
+            raise _error(path, number, name, "differs from the value of this name in extra_info; rename one")
     return Task(
         uid=row.uid or uid,
         # Templates may read more fields of a message than the checks above know.
         prompt=(Message(role="user", content=row.prompt),) if isinstance(row.prompt, str) else tuple(plain["prompt"]),
         env_class=row.env_class or "",
         reward_spec=row.reward_spec or row.reward_model or {},
-        extra_info={name: of for name, of in plain.items() if name not in READ} | (row.extra_info or {}),
+        extra_info=others | extra,
         tools=tuple(row.tools or ()),
         temperature=row.temperature,
     )

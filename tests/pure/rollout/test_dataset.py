@@ -97,6 +97,8 @@ def test_a_plain_text_is_one_message_of_the_user_in_files_as_other_systems_write
         ({"prompt": [PROMPT[0] | {"content": "\ud800"}]}, "row 1, column prompt: holds half a surr"),
         ({"prompt": [{"role": "human", "content": "a"}]}, """row 1, column prompt: write "role": "user".*'human'"""),
         ({"prompt": '[{"from": "GPT", "value": "a"}]'}, """row 1, column prompt: write "role": "assistant".*'GPT'"""),
+        ({"prompt": [{"role": "assistant", "content": "a"}]}, "column prompt: ends with an answer of the assistant"),
+        ({"prompt": "a", "level": 1, "extra_info": {"level": 2}}, "column level: differs from .* in extra_info"),
         ({"prompt": [{"role": " User", "content": "a"}]}, """row 1, column prompt: write "role": "user".*' User'"""),
         ({"prompt": [{"role": ["user"], "content": "a"}]}, r"row 1, column prompt: \[0\].role: Expected `str`"),
         ({"prompt": "a", "reward_spec": {"a": 1}, "reward_model": {"a": 2}}, "column reward_model: differs from rew"),
@@ -284,12 +286,13 @@ def test_rows_from_parquet_and_from_json_texts_are_the_rows_of_jsonl(tmp_path: P
 @pytest.mark.parametrize("form", ["messages", "json", "parquet"])
 def test_a_message_that_calls_tools_needs_no_content(tmp_path: Path, form: str) -> None:
     called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    row = {"prompt": json.dumps([TALK[0], called]) if form == "json" else [TALK[0], called]}
+    talk = [TALK[0], called, {"role": "tool", "content": "21 C"}]
+    row = {"prompt": json.dumps(talk) if form == "json" else talk}
     path = written(tmp_path, row)
     if form == "parquet":
         pq.write_table(pa.Table.from_pylist([row]), path := tmp_path / "rows.parquet")
     (task,) = load_tasks(path)
-    assert list(task.prompt) == [TALK[0], called | {"content": ""}]
+    assert list(task.prompt) == [TALK[0], called | {"content": ""}, talk[2]]
     with pytest.raises(UserError, match=r"column prompt: \[0\]: .*content"):
         load_tasks(written(tmp_path, {"prompt": [{"role": "user", "content": None}]}))
 
