@@ -150,7 +150,7 @@ class Checkpoints:
         """The manifest of the newest checkpoint whose files match it; None if there is none. Logs a warning for each
         newer checkpoint that is damaged. `UserError` if a checkpoint has another format: the next one would delete
         it."""
-        list(self._readable())
+        list(self._readable())  # raises if a checkpoint has another format
         damaged: list[UserError] = []
         for step in reversed(self.steps()):
             try:
