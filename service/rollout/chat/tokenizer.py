@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders
@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from service.errors import UserError
-from service.model_folder import TOKENIZER, is_model_folder, require_files
+from service.model_folder import TOKENIZER, require_files
 
 PAD = "<|pad|>"
 START = "<|im_start|>"
@@ -59,17 +59,14 @@ def _write(folder: Path, backend: Tokenizer) -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Read a tokenizer with its chat template from a local folder; nothing is downloaded."""
+    """Read a tokenizer with its chat template from a local folder; nothing is downloaded. `tokenizer.json` decides the
+    tokens, and not the class that the folder names."""
     if not folder.is_dir():
         raise UserError(f"model.path: {folder} is no folder; give a Hugging Face folder with tokenizer.json")
     require_files(folder, TOKENIZER)
-    read: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast.from_pretrained
-    if is_model_folder(folder):
-        from transformers import AutoTokenizer  # with PyTorch, which takes seconds
-
-        read = AutoTokenizer.from_pretrained
     try:
-        tokenizer = read(str(folder), local_files_only=True, trust_remote_code=False)
+        # Other classes, such as LlamaTokenizer, replace how the file splits texts and decodes tokens.
+        tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         # Transformers raises different errors for different faults of the files.
         raise UserError(f"model.path: no tokenizer can be read from {folder}: {error}") from error

@@ -43,6 +43,24 @@ def test_a_made_tokenizer_reads_the_same_beside_the_config_of_its_model(tmp_path
     assert len(alone) == 12
 
 
+@pytest.mark.parametrize(("family", "named"), [("llama", "LlamaTokenizerFast"), ("qwen2", "Qwen2Tokenizer")])
+def test_tokenizer_json_decides_the_tokens_and_not_the_class_that_the_folder_names(
+    tmp_path: Path, family: str, named: str
+) -> None:
+    backend, text = Tokenizer(BPE()), "in 2023  it is"
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
+    trainer = BpeTrainer(vocab_size=300, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    backend.train_from_iterator([text, text], trainer)
+    backend.add_special_tokens([END])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "tokenizer_class": named}))
+    (tmp_path / "chat_template.jinja").write_text(CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT)
+    chat = Chat(load_tokenizer(tmp_path))
+    (whole,) = chat.plain(text).tolist()  # one token, though other tokenizers would split the text
+    assert chat.text(np.array([whole], np.int32)) == text
+
+
 def test_the_delta_starts_with_the_end_only_where_the_response_has_none(chat: Chat) -> None:
     closed = chat.delta(TOLD, chat.end_id).tolist()
     other = int(chat.plain("fox")[0])
