@@ -75,17 +75,19 @@ def import_object(
         ConfigError: the import failed, or the module has no such name.
     """
     module_name, _, name = path.partition(":")
+    form = f"{module_name.removesuffix('.py').replace('/', '.')}:{name or 'NAME'}"
+    meant = "" if path == form else f"; write {form}"
     try:
         module = load(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ConfigError(
             f"{key}: {path} cannot be loaded, importing {module_name} failed: {type(error).__name__}: {error} "
-            f"(modules are looked up among installed packages and in {user_folder()})"
+            f"(modules are looked up among installed packages and in {user_folder()}){meant}"
         ) from error
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, dir(module), n=1)
-        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
-        raise ConfigError(f"{key}: {path} cannot be loaded, {module_name} has no {name}{hint}")
+        hint = f"; did you mean {module_name}:{near[0]}?" if near else meant
+        raise ConfigError(f"{key}: {path} cannot be loaded, {module_name} has no {name or 'name'}{hint}")
     return module, getattr(module, name)
 
 

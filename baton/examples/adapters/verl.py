@@ -16,8 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from baton import Message, StepResult, Task
+from baton import Message, StepResult, Task, UserError
 from baton.examples.adapters.own_thread import OwnThread
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""The names with which a function of verl is called."""
 
 
 class ComputeScore:
@@ -25,7 +28,15 @@ class ComputeScore:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function):
-            raise TypeError(f"{function!r} is no function")
+            raise UserError(f"env.compute_score: {function!r} is no function")
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
+        except ValueError:  # a function that does not tell its arguments
+            pass
+        except TypeError as error:
+            raise UserError(
+                f"env.compute_score: the function is called with {', '.join(ARGUMENTS)} by name: {error}"
+            ) from error
         self._function = function
         self._thread = OwnThread()
 
@@ -42,12 +53,9 @@ class ComputeScore:
     async def step(self, text: str) -> StepResult:
         """Score the answer; the episode ends."""
         extra = dict(self._task.extra_info)
-        given = {
-            "data_source": extra.get("data_source", ""),
-            "solution_str": text,
-            "ground_truth": self._task.reward_spec["ground_truth"],
-            "extra_info": extra | {"num_turns": 2, "rollout_reward_scores": {}},
-        }
+        truth, source = self._task.reward_spec["ground_truth"], extra.get("data_source", "")
+        extra |= {"num_turns": 2, "rollout_reward_scores": {}}
+        given = dict(zip(ARGUMENTS, (source, text, truth, extra), strict=True))
         called: Any = await self._thread.call(self._function, **given)
         result = await called if inspect.isawaitable(called) else called
         parts = dict(result) if isinstance(result, Mapping) else {"score": result}

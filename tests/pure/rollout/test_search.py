@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -219,6 +220,11 @@ async def compute_score_async(solution_str: str, **others: Any) -> float:
     return float(solution_str == others["ground_truth"])
 
 
+def reward_of_trl(completions: list[str], **others: Any) -> list[float]:
+    """As a user of TRL has it."""
+    return [1.0 for _ in completions]
+
+
 async def test_a_reward_function_of_verl_scores_verls_rows_by_one_setting(tmp_path: Path) -> None:
     row = {
         "data_source": "my/sums",
@@ -238,5 +244,11 @@ async def test_a_reward_function_of_verl_scores_verls_rows_by_one_setting(tmp_pa
         await environment.close()
     assert found[0] == StepResult((), 0.5, True, {"score": 0.5, "acc": 1.0, "level": 2.0, "near": 1.0})
     assert found[1] == StepResult((), 1.0, True, {"score": 1.0})
-    with pytest.raises(UserError, match=r"env\.compute_score.*did you mean"):
-        make_environment(COMPUTE_SCORE, {"function": f"{__name__}:compute_scor"})
+    for function, reason in (
+        (f"{__name__}:compute_scor", "did you mean"),
+        (__name__, f"write {__name__}:NAME"),
+        ("tests/pure/rollout/test_search.py:compute_score", f"write {__name__}:compute_score"),
+        (f"{__name__}:reward_of_trl", "missing a required argument: 'completions'"),
+    ):
+        with pytest.raises(UserError, match=rf"env\.compute_score: .*{re.escape(reason)}"):
+            make_environment(COMPUTE_SCORE, {"function": function})
