@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from service.cli.recipes import add_settings
@@ -53,25 +55,43 @@ def show(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Check a configuration and the files that it names. Prints a note if only this machine may lack a file."""
+    from service.config.load import checked_config
+    from service.rollout.prompts.first_prompts import notes_of_prompts
+
+    config, source = checked_config(arguments, overrides, lambda config: list(chain(*_mistakes(config))))
+    mistakes, missing = _mistakes(config)
+    with source.named_in_errors():
+        if mistakes:
+            raise UserError("\n".join([*mistakes, *missing]))
+        estimates = _estimates(config)
+        at = config.model, config.data, config.env, config.generator, config.run.seed
+        prompts = [] if config.agents is not None else notes_of_prompts(*at)
+    for line in (*(f"note: {line}" for line in (*missing, *config.notes, *prompts)), *estimates):
+        print(line)
+    files = ", ".join(str(file) for file in arguments.config)
+    print(f"{files}: fine" + (", but it cannot be run here" if missing else ""))
+    return 0
+
+
+def _mistakes(config: Config) -> tuple[list[str], list[str]]:
+    """A line for each mistake in settings and in the files that they name, and one for each thing that only this
+    machine may lack."""
     from service.config.checks import check
     from service.config.core_settings import advantage_rule
-    from service.config.load import checked_config
     from service.config.paths import check_paths, with_absolute_paths
     from service.rollout.check_inputs import check_inputs
     from service.rollout.environments.registry import SyntheticFunction
-    from service.rollout.prompts.first_prompts import notes_of_prompts
     from service.scorers.user import check_scorers
 
-    config, source = checked_config(arguments, overrides, is_checked=False)
-    model, has_agents = config.model, config.agents is not None
+    model = config.model
     functions: tuple[SyntheticFunction, ...] = () if model.make is None else ("vocabulary",)
     functions += () if model.warm_start is None else ("demonstrations",)
     missing: list[str] = []
     looks: list[Callable[[], object]] = [
         lambda: check(config),
         lambda: missing.extend(check_paths(config, here=False)),
-        lambda: check_inputs(config.env, config.data, config.run.seed, has_agents, functions),
-        lambda: check_scorers(config.scorers),
+        lambda: check_inputs(config.env, config.data, config.run.seed, config.agents is not None, functions),
+        *(partial(check_scorers, {name: scorer}) for name, scorer in config.scorers.items()),
         lambda: advantage_rule(config),
     ]
     if model.make is not None:
@@ -93,17 +113,7 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
             look()
         except UserError as error:
             found |= {of: line for line in str(error).splitlines() if (of := line.partition(": ")[0]) not in found}
-    with source.named_in_errors():
-        if found:
-            raise UserError("\n".join([*found.values(), *missing]))
-        estimates = _estimates(config)
-        at = model, config.data, config.env, config.generator, config.run.seed
-        prompts = [] if has_agents else notes_of_prompts(*at)
-    for line in (*(f"note: {line}" for line in (*missing, *config.notes, *prompts)), *estimates):
-        print(line)
-    files = ", ".join(str(file) for file in arguments.config)
-    print(f"{files}: fine" + (", but it cannot be run here" if missing else ""))
-    return 0
+    return [*found.values()], missing
 
 
 def _estimates(config: Config) -> list[str]:

@@ -292,13 +292,14 @@ def _estimator(config: Config) -> Iterator[str]:
 
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm, credit, truncate = config.algorithm, config.algorithm.credit, config.algorithm.correction.truncate
+    is_named = malformed_name("estimator", algorithm.estimator, GROUP_ESTIMATORS) is None
     if credit != "trajectory" and algorithm.returns != "sum":
         yield (
             f"algorithm.credit: {credit} adds up the rewards of turns, but algorithm.returns={algorithm.returns} "
             "ignores all rewards but the last: metrics and filters would count other returns than are trained; use "
             "returns=sum"
         )
-    if credit != "trajectory" and algorithm.estimator not in TURN_ESTIMATORS:
+    if credit != "trajectory" and algorithm.estimator not in TURN_ESTIMATORS and is_named:
         yield (
             f"algorithm.credit: {credit} needs an advantage of each turn, but {algorithm.estimator} "
             f"{NOT_BY_TURN}, or credit=trajectory"

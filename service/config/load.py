@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, Union, get_args, get_origin
@@ -35,6 +35,9 @@ KINDS = {
 }
 """By pydantic's name of an error: the message about a value of the wrong type."""
 
+Rules = Callable[[Config], list[str]]
+"""Finds what is wrong with a configuration whose keys and values are valid: a line for each mistake."""
+
 INPUT = "Input should be "
 """The beginning of most error messages of pydantic."""
 
@@ -52,9 +55,9 @@ def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
     return load(files, overrides).config
 
 
-def load(files: Sequence[Path], overrides: Sequence[str] = (), with_rules: bool = False) -> Loaded:
+def load(files: Sequence[Path], overrides: Sequence[str] = (), rules: Rules | None = None) -> Loaded:
     """Load a configuration with the place where each value was set; `ConfigError` has a line for each unknown key and
-    wrong value. `with_rules`: then also for each refused combination of the other settings."""
+    wrong value, and then the lines of `rules` about the other settings."""
     source = read_sources(files, overrides)
     try:
         return Loaded(Config.model_validate(source.values), source)
@@ -68,19 +71,19 @@ def load(files: Sequence[Path], overrides: Sequence[str] = (), with_rules: bool 
             for path, details in by_path.items()
             if not any(other[: len(path)] == path for other in by_path if other != path)  # another member fits better
         ]
-        told = "\n".join([*lines, *(_refused_besides(source.values, by_path, lines) if with_rules else ())])
+        told = "\n".join([*lines, *(_told_besides(rules, source.values, by_path, lines) if rules else ())])
         with source.named_in_errors():
             raise ConfigError(told) from None
 
 
-def checked_config(arguments: argparse.Namespace, overrides: list[str], is_checked: bool = True) -> Loaded:
+def checked_config(arguments: argparse.Namespace, overrides: list[str], rules: Rules | None = None) -> Loaded:
     """Load and check the configuration that a command line gives, with the place where each value was set. `UserError`
-    if it is missing or wrong. `is_checked`: whether combinations of settings are checked too."""
+    if it is missing or wrong. `rules`: those of a caller that checks combinations of settings itself."""
     no_more_words(arguments)
     if not arguments.config:
         raise UserError("give a configuration: --config FILE (such as --config configs/quickstart.yaml)")
-    loaded = load(arguments.config, overrides, with_rules=True)
-    if is_checked:
+    loaded = load(arguments.config, overrides, rules or problems)
+    if rules is None:
         check(loaded.config, loaded.source)
     return loaded
 
@@ -125,9 +128,9 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _refused_besides(values: Mapping[str, Any], wrong: Collection[KeyPath], lines: Sequence[str]) -> list[str]:
-    """The refused combinations of settings that have to do with none of the keys that are wrong, or meant, according to
-    `lines`. Needs of memory depend on most settings."""
+def _told_besides(rules: Rules, values: Mapping[str, Any], wrong: Collection[KeyPath], lines: list[str]) -> list[str]:
+    """The lines of `rules` that have to do with none of the keys that are wrong, or meant, according to `lines`.
+    Needs of memory depend on most settings."""
     rest: Any = deepcopy(values)
     try:
         for path in sorted(wrong, key=len, reverse=True):
@@ -135,13 +138,14 @@ def _refused_besides(values: Mapping[str, Any], wrong: Collection[KeyPath], line
             for key in path[:-1]:
                 section = section[key]
             section.pop(path[-1], None)
-        found = problems(Config.model_validate(rest))
+        config = Config.model_validate(rest)
     except (ValidationError, LookupError, TypeError, AttributeError):  # a key is missing, or a value of a list is wrong
         return []
     meant = re.findall(r"did you mean (?:\w+\.)*(\w+)", " ".join(lines))
     unknown = {*meant, *(path[-1] for path in wrong)} & {path[-1] for path in key_paths()}
+    unknown |= {config.env.name} if "name" in unknown else set()  # perhaps the default, which nobody chose
     sizes = "buffer.max_bytes", "buffer.max_group_bytes", "buffer.max_journal_bytes"
-    return [one for one in found if not unknown & {*re.findall(r"\w+", one)} and not one.startswith(sizes)]
+    return [one for one in rules(config) if not unknown & {*re.findall(r"\w+", one)} and not one.startswith(sizes)]
 
 
 def _tree_path(detail: ErrorDetails, source: ConfigSource) -> KeyPath:

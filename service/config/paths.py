@@ -32,12 +32,13 @@ def check_paths(config: Config, here: bool = True) -> list[str]:
     """Raises `UserError` if a file, folder, program, module or package that the configuration needs is missing or of
     the wrong kind, or if the model in `model.path` cannot be trained.
 
-    `here`: whether the run is to be on this machine. If not, a thing that this machine lacks is no error: the function
-    returns a line about it."""
+    `here`: whether the run is to be on this machine. If not, a thing that this machine lacks is no error on its own:
+    the function returns a line about it."""
     problems = list(_problems(config))
-    if lines := [problem.line for problem in problems if here or not problem.is_missing]:
+    lines = [problem.line for problem in problems]
+    if any(here or not problem.is_missing for problem in problems):
         raise UserError("\n".join(lines))
-    return [problem.line for problem in problems]
+    return lines
 
 
 def with_absolute_paths(config: Config) -> Config:

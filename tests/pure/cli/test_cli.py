@@ -121,11 +121,19 @@ def test_wrong_input_is_one_line_and_code_2(
     assert err.startswith("baton") and message in err and err.count("\n") == 1
 
 
-def test_mistakes_of_several_kinds_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["algorithm.credit=return_to_go", "env.name=lokup", "scorers.j.use=json:lods", "data.eval.dev=/no.jsonl"]
+@pytest.mark.parametrize("wrong", [[], ["buffer.lookahed=1"], ["env.max_turns=0", "scorers.k.use=no_module:f"]])
+def test_mistakes_of_several_kinds_are_told_together(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of settings, of code and of files, each once; a misspelled name is not judged by what it is not."""
+    settings = [*wrong, "algorithm.returns=last", "algorithm.credit=return_to_go", "algorithm.estimator=gprp"]
+    settings += ["env.name=lokup", "scorers.j.use=json:lods", "data.eval.dev=/no.jsonl"]
     assert main(["config", "validate", "--config", QUICKSTART, *settings]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[2].partition("=")[0] for line in lines] == [word.partition("=")[0] for word in settings]
+    told = [line.split()[2].partition("=")[0] for line in capsys.readouterr().err.splitlines()]
+    assert sorted([*told, "algorithm.returns"]) == sorted(word.partition("=")[0] for word in settings)
+
+
+def test_an_unknown_key_brings_no_line_about_the_default_in_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "validate", "--config", QUICKSTART, "env.nmae=mine:Env", "env.options.colour=1"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_paths_of_another_machine_are_notes_of_the_validation_and_refused_by_a_run(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from service.config import Config, check, load, load_config, resolved_yaml
+from service.config.checks import problems
 from service.config.load import key_paths, section_of
 from service.config.paths import with_absolute_paths
 from service.errors import ConfigError, UserError
@@ -157,7 +158,7 @@ def test_all_mistakes_are_reported_at_once_one_line_each(tmp_path: Path) -> None
     written = "trainer: {lrr: 1, ranks: 0}\nenv: {options: {a: [1]}}\nmodel: {make: {}}\ndata: {make_rows: 9}\n"
     together = "algorithm: {credit: return_to_go, retruns: sum}\nweights: {verify: true, kv_cache: keep}\n"
     with pytest.raises(ConfigError) as caught:
-        load([write(tmp_path, "c.yaml", written + together)], with_rules=True)
+        load([write(tmp_path, "c.yaml", written + together)], rules=problems)
     found = re.findall(r"c.yaml:\d  (\S+):", str(caught.value))
     assert found == ["env.options.a", "algorithm.retruns", "trainer.ranks", "trainer.lrr", "weights.verify"]
 
