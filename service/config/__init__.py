@@ -6,14 +6,7 @@ from service.config.learn import AlgorithmConfig, LoraConfig, TrainerConfig, Wei
 from service.config.load import load, load_config, resolved_yaml
 from service.config.paths import check_paths
 from service.config.rollout import AgentsConfig, DataConfig, EnvConfig, GeneratorConfig
-from service.config.tree import (
-    BufferConfig,
-    Config,
-    MetricsConfig,
-    ModelConfig,
-    RunConfig,
-    WandbConfig,
-)
+from service.config.tree import BufferConfig, Config, MetricsConfig, ModelConfig, RunConfig, WandbConfig
 
 __all__ = [
     "AgentsConfig",

@@ -9,15 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from service.config.learn import AlgorithmConfig, LoraConfig, TrainerConfig, WeightsConfig
-from service.config.rollout import (
-    AGENT,
-    AgentsConfig,
-    DataConfig,
-    EnvConfig,
-    GeneratorConfig,
-    RoleConfig,
-    ScorerConfig,
-)
+from service.config.rollout import AGENT, AgentsConfig, DataConfig, EnvConfig, GeneratorConfig, RoleConfig, ScorerConfig
 from service.config.section import (
     FOLDER_NAME,
     LARGEST_HOST,

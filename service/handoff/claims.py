@@ -105,12 +105,7 @@ class Claims:
     """Assigns new groups and restarted trajectories to generators; every assignment is an event of the record."""
 
     def __init__(
-        self,
-        record: Record,
-        curriculum: Curriculum,
-        admission: Admission,
-        waits: Waits,
-        scoring: Scoring,
+        self, record: Record, curriculum: Curriculum, admission: Admission, waits: Waits, scoring: Scoring
     ) -> None:
         self._record, self._waits = record, waits
         self._curriculum, self._admission, self._scoring = curriculum, admission, scoring

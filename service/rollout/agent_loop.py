@@ -210,13 +210,7 @@ class Episode:
         history.begin(prompt, self._histories.values())
         return history.token_ids
 
-    def finish_turn(
-        self,
-        response: Response,
-        generation: Generation,
-        reward: float,
-        role: str = MAIN,
-    ) -> None:
+    def finish_turn(self, response: Response, generation: Generation, reward: float, role: str = MAIN) -> None:
         """End the current turn of a role: send the turn as a step to the sink. The role's next step may continue this
         step."""
         history, index = self._histories[role], self.n_steps

@@ -126,12 +126,7 @@ def _role(field: str, limits: AgentLimits, value: Any) -> str:
 
 
 def _plain(
-    field: str,
-    value: Any,
-    most: int,
-    reason: StopReason,
-    kind: type | tuple[type, ...] = object,
-    needed: str = "",
+    field: str, value: Any, most: int, reason: StopReason, kind: type | tuple[type, ...] = object, needed: str = ""
 ) -> Any:
     """A copy of a value. The value must be of the type `kind`, and have at most `most` characters as JSON."""
     try:

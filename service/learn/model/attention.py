@@ -96,13 +96,7 @@ def packed_attention(
 
 
 def _variable_length(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
     if packing.whole is not None:
         key, value = packing.whole.repeat(key), packing.whole.repeat(value)
@@ -118,13 +112,7 @@ def _variable_length(
 
 
 def _padded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bucket: Bucket,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
     query, key, value = bucket.queries.fill(query), bucket.keys.fill(key), bucket.keys.fill(value)
     mask = None
@@ -159,14 +147,7 @@ def with_sinks(
 class _WithSinks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor,
-        bounds: Bounds,
-        window: int,
-        scale: float,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bounds: Bounds, window: int, scale: float
     ) -> Tensor:
         out: Tensor
         state = None

@@ -71,11 +71,7 @@ def called(answers: Sequence[Message], mark: str, most: int | None = None) -> li
         {"type": "function", "id": of["tool_call_id"], "function": {"name": of["name"], "arguments": {"x": mark}}}
         for of in named[:most]
     ]
-    return [
-        Message(role="user", content="?"),
-        Message(role="assistant", content="", tool_calls=calls),
-        *answers,
-    ]
+    return [Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=calls), *answers]
 
 
 def _short(call_id: str) -> str:

@@ -120,11 +120,7 @@ class SyntheticData(Protocol):
         task."""
 
 
-def synthetic_data(
-    name: str,
-    trusted_modules: Sequence[str] = (),
-    needed: SyntheticFunction = "rows",
-) -> SyntheticData:
+def synthetic_data(name: str, trusted_modules: Sequence[str] = (), needed: SyntheticFunction = "rows") -> SyntheticData:
     """The environment's module, as the source of synthetic data. It must have the function `needed`; the other
     functions are optional.
 
