@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import xxhash
 
 from service.rollout.chat.chat import Tool
+from service.rollout.chat.tool_form import with_names
 from service.rollout.chat.tools import ToolCall, is_shallow, read_call
 from service.rollout.environment import Message, tagged
 
@@ -31,8 +32,7 @@ THINK, THOUGHT = "<think>", "</think>"
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """The messages in normal form. (The dialects have checked their fields.) A tool's answer gets the name of its
     call."""
-    names = {call.get("id"): call["function"]["name"] for of in messages for call in of.get("tool_calls") or ()}
-    return [_read(message, names) for message in messages]
+    return list(with_names([_read(message) for message in messages]))
 
 
 def echoed_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -65,7 +65,7 @@ def extended(digest: bytes, message: Message) -> bytes:
     return xxhash.xxh3_128_digest(digest + text + (_json(_compared(calls)) if calls else b""))
 
 
-def _read(message: Mapping[str, Any], names: Mapping[Any, str]) -> Message:
+def _read(message: Mapping[str, Any]) -> Message:
     role = "system" if message["role"] == "developer" else message["role"]
     read: dict[str, Any] = {"role": role, "content": message["content"]}
     if calls := message.get("tool_calls"):
@@ -78,7 +78,7 @@ def _read(message: Mapping[str, Any], names: Mapping[Any, str]) -> Message:
             for of in calls
         ]
     if (of := message.get("tool_call_id")) is not None:
-        read |= {"tool_call_id": of, **({"name": names[of]} if of in names else {})}
+        read["tool_call_id"] = of
     if name := message.get("name"):
         read["name"] = name
     if thinking := message.get("reasoning_content"):

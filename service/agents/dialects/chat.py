@@ -54,6 +54,7 @@ class _ChatMessage(Struct):
     reasoning: Content = None
     tool_calls: list[_ChatCall] | None = None
     tool_call_id: str | None = None
+    function_call: None = None
 
 
 class _StreamOptions(Struct):

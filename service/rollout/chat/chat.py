@@ -288,9 +288,12 @@ class Chat:
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), form: ToolForm | None = None) -> str:
         """The rendered text; only the template writes special tokens. `form`: of tools' answers; None:
         `tool_form`'s."""
-        if form or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
-            messages = (form or self.tool_form).fitted(messages)
+        if any(message.get("function_call") for message in messages):
+            raise MessagesRefused("no template shows `function_call`; write the call into `tool_calls`")
+        has_tools = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+        form = form or (self.tool_form if has_tools else None)
         try:
+            messages = form.fitted(messages) if form else messages
             text = self._tokenizer.apply_chat_template(
                 self._special_tokens.broken(messages),
                 tools=self._special_tokens.broken(tools) or None,

@@ -10,7 +10,7 @@ form that others need. `Chat.tool_form` tries these forms and takes the first th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
@@ -32,9 +32,9 @@ class ToolForm(NamedTuple):
     """Whether an answer that follows no call becomes a message of the user: the template does not show it."""
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, converted to this form."""
+        """The messages, converted to this form; errors as in `with_names`."""
         fitted: list[Any] = []
-        for message in messages:
+        for message in with_names(messages):
             one: dict[str, Any] = dict(message)
             if calls := one.get("tool_calls"):
                 one["tool_calls"] = [self._call(call) for call in calls]
@@ -61,6 +61,26 @@ class ToolForm(NamedTuple):
 
 FORMS = [ToolForm(place, is_short) for place in ("called", "alone") for is_short in (False, True)]
 """The forms that are tried, in order."""
+
+
+def with_names(messages: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+    """The messages; an answer of a tool that has no name gets the name of its call. It answers the newest calls with
+    its id, in their order: ids may come again in later turns, or be missing.
+
+    Raises:
+        ValueError: a call has no function with a name.
+    """
+    names: dict[Any, list[Any]] = {}
+    for message in messages:
+        if message["role"] == "tool" and not message.get("name") and (left := names.get(message.get("tool_call_id"))):
+            message = {**message, "name": left.pop(0) if len(left) > 1 else left[0]}
+        newest: dict[Any, list[Any]] = {}
+        for call in message.get("tool_calls") or ():
+            if not isinstance(function := call.get("function"), Mapping) or not function.get("name"):
+                raise ValueError(f'a call needs "function" with a name, not {call!r:.80}')
+            newest.setdefault(call.get("id"), []).append(function["name"])
+        names |= newest
+        yield message
 
 
 def called(answers: Sequence[Message], mark: str, most: int | None = None) -> list[Message]:

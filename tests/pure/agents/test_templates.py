@@ -14,8 +14,9 @@ import pytest
 import xxhash
 from tokenizers import AddedToken
 
+from service.agents.messages_and_replies import read_messages
 from service.model_folder import FAMILIES
-from service.rollout.chat.chat import Chat
+from service.rollout.chat.chat import Chat, MessagesRefused
 from service.rollout.engine import Sampling
 from service.rollout.environment import StepResult, Task
 from tests.pure.agents.endpoint import client_of, opened
@@ -197,6 +198,40 @@ async def test_what_the_next_prompt_holds_is_what_the_template_renders(
     elif make is not None:
         talk[1]["content"] = "changed"
         assert whole == rendered(talk)
+
+
+@pytest.mark.parametrize("read", [list, read_messages], ids=["data", "clients"])
+@pytest.mark.parametrize(("first", "second"), [("a", "b"), ("a", "a"), (None, None)])
+@pytest.mark.parametrize("turns", [1, 2])
+def test_an_answer_of_a_tool_has_the_name_of_its_call_also_if_ids_come_again(
+    read: Any, first: str | None, second: str | None, turns: int
+) -> None:
+    given = {"search": first, "fetch": second}
+    calls = [
+        {"type": "function", "id": of, "function": {"name": name, "arguments": "{}"}} for name, of in given.items()
+    ]
+    answers = [{"role": "tool", "tool_call_id": of, "content": f"from {name}"} for name, of in given.items()]
+    asked = {"role": "assistant", "content": ""}
+    one = [{**asked, "tool_calls": calls}, *answers]
+    two = [{**asked, "tool_calls": calls[:1]}, answers[0], {**asked, "tool_calls": calls[1:]}, answers[1]]
+    chat = Chat(tokenizer_for(FORMS["gpt_oss"]))
+    text = chat.text(chat.prompt(read([{"role": "user", "content": "hi"}, *(one if turns == 1 else two)])), True)
+    assert all(f"<|start|>functions.{name}<|message|>from {name}<|end|>" in text for name in given)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ({"tool_calls": [{"name": "search", "arguments": {}}]}, 'a call needs "function" with a name'),
+        ({"tool_calls": [{"function": "search"}]}, 'a call needs "function" with a name'),
+        ({"function_call": {"name": "search", "arguments": "{}"}}, "write the call into `tool_calls`"),
+    ],
+)
+def test_a_call_that_no_template_can_show_is_refused(call: Any, told: str) -> None:
+    chat = Chat(tokenizer_for(FORMS["llama"]))
+    messages: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", **call}]
+    with pytest.raises(MessagesRefused, match=told):
+        chat.prompt([*messages, {"role": "tool", "content": "17"}])
 
 
 def test_every_family_has_a_form() -> None:
