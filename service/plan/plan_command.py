@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if used > gpus:
         problem = f"generator.engines: engines and ranks take {used} GPUs, more than --gpus {gpus}; see the table"
     print(f"{config.run.name} on {gpus} {arguments.gpu}")
-    print("\n".join(_lines(table, problem, routed, gpus)))
+    print("\n".join(_lines(table, problem, routed, gpus, [length is None for length in given])))
     return 0 if problem is None else DOES_NOT_FIT
 
 
@@ -102,18 +102,19 @@ def planned_model(model: ModelConfig, env: EnvConfig, seed: int) -> Iterator[Pat
     from service.run.preparing.inputs import make_policy
 
     if model.path is not None and not is_model_folder(model.path):
-        raise UserError(f"model.path: {model.path} has no {MODEL_CONFIG}; that file alone is enough for a plan")
+        raise UserError(f"model.path: {model.path} is no folder with {MODEL_CONFIG}, which is enough (docs/plan.md)")
     with tempfile.TemporaryDirectory() as made:
         yield model.path or make_policy(model, env, seed, Path(made))
 
 
-def _lines(table: SplitTable, problem: str | None, routed: int, gpus: int) -> Iterator[str]:
+def _lines(table: SplitTable, problem: str | None, routed: int, gpus: int, assumed: list[bool]) -> Iterator[str]:
     yield from table.fit.lines()
     work, trajectories = table.work, table.trajectories
     yield "it fits" if problem is None else f"it does not fit: {problem}"
     tokens, sampled = trajectories * work.length, trajectories * work.sampled
-    shown = work._asdict().items() if work.turns > 1 else [*work._asdict().items()][:-1]  # one turn has no observation
-    lengths = ", ".join(f"{name} {value:g}" for name, value in shown)
+    each = zip(work._fields, work, assumed, strict=True)
+    named = [f"{name} {value:g}{' (assumed)' * guess}" for name, value, guess in each]
+    lengths = ", ".join(named if work.turns > 1 else named[:-1])  # one turn has no observation
     yield f"a step: {trajectories} trajectories, {tokens:,.0f} tokens, {sampled:,.0f} sampled (of each: {lengths})"
     yield (
         f"journal: {_gb(tokens * (TOKEN_BYTES + routed))} GB a step; a checkpoint: "

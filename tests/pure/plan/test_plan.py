@@ -101,7 +101,7 @@ def test_the_page_says_what_fits_what_a_step_has_and_which_split_is_best(
 ) -> None:
     assert plan(tmp_path, "--gpus", "8", "--turns", "1", "--response-tokens", "400") == 0
     said = capsys.readouterr().out
-    assert "on 8 h100" in said and "it fits" in said and "turns 1, prompt" in said and "observation" not in said
+    assert "on 8 h100" in said and "it fits" in said and "turns 1, prompt 256 (assumed), response 400)" in said
     assert "journal: " in said and "a weight update: 16 GB" in said and said.count("(configured)") == 1
     (best,) = [line for line in said.splitlines() if line.startswith("* ") and "shortest" not in line]
     assert " yes" in best
@@ -121,6 +121,7 @@ def test_what_does_not_fit_has_an_exit_code_of_its_own(tmp_path: Path, capsys: p
         (["--gpu", "h1000"], "--gpu h1000"),
         (["--gpus", "0"], "--gpus"),
         (["--turns", "nan"], "--turns"),
+        (["model.path=hf:Qwen/Qwen3-8B"], "hf:Qwen/Qwen3-8B is no folder with config.json, which is enough (docs/plan"),
         (["--response-tokens", "-1"], "--response-tokens"),
         (["generator.max_input_length=1000000"], "generator.max_input_length"),
         (["generator.tensor_parallel_size=7"], "generator.tensor_parallel_size"),
