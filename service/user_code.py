@@ -76,30 +76,30 @@ def import_object(
     """
     module_name, _, name = path.partition(":")
     form = f"{module_name.removesuffix('.py').replace('/', '.')}:{name or 'NAME'}"
-    meant = "" if path == form else f"; write {form}"
+    write = "" if path == form else f"; write {form}"
     try:
         module = load(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ConfigError(
             f"{key}: {path} cannot be loaded, importing {module_name} failed: {type(error).__name__}: {error} "
-            f"(modules are looked up among installed packages and in {user_folder()}){meant}"
+            f"(modules are looked up among installed packages and in {user_folder()}){write}"
         ) from error
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, dir(module), n=1)
-        hint = f"; did you mean {module_name}:{near[0]}?" if near else meant
+        hint = f"; did you mean {module_name}:{near[0]}?" if near else write
         raise ConfigError(f"{key}: {path} cannot be loaded, {module_name} has no {name or 'name'}{hint}")
     return module, getattr(module, name)
 
 
-def nearest(word: str, names: Sequence[str]) -> str:
-    """The name that was most likely meant by a mistyped word: a name that contains the word, else the most similar
-    name.
+def meant(word: str, names: Sequence[str]) -> str:
+    """What a mistyped word may mean: a name that contains the word, else the most similar name, else any of the names.
 
-    >>> nearest("ppo", ["gspo", "ppo_clip"]), nearest("cliip", ["ppo", "clip"])
-    ('ppo_clip', 'clip')
+    >>> meant("ppo", ["gspo", "ppo_clip"]), meant("cliip", ["ppo", "clip"]), meant("rank", ["ppo", "clip"])
+    ('did you mean ppo_clip?', 'did you mean clip?', 'there are ppo, clip.')
     """
     parts = [name for name in names if set(word.lower().split("_")) <= set(name.split("_"))]
-    return parts[0] if parts else difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.0)[0]
+    near = parts or difflib.get_close_matches(word.lower(), names, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}."
 
 
 def malformed_name(kind: str, setting: str, built_in: Sequence[str]) -> str | None:
@@ -113,9 +113,8 @@ def malformed_name(kind: str, setting: str, built_in: Sequence[str]) -> str | No
         return None if is_module_and_name(setting) else f"{setting!r:.80} is no module:name: nothing can be imported"
     if setting in built_in:
         return None
-    near = nearest(setting, built_in)
     own = "A name from your own module has the form your.module:name"
-    return f"there is no {kind} {setting!r:.80}; did you mean {near}? {own}"
+    return f"there is no {kind} {setting!r:.80}; {meant(setting, built_in)} {own}"
 
 
 def is_module_and_name(setting: str) -> bool:

@@ -275,14 +275,15 @@ def _bytes(config: Config, expert_bytes: int = 0) -> Iterator[str]:
 def _estimator(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     # Only the import of a user's module shows which names it registers.
-    for name, known in (("estimator", (*GROUP_ESTIMATORS, "gae")), ("loss", LOSSES)):
-        if wrong := malformed_name(name, getattr(algorithm, name), known):
-            yield f"algorithm.{name}: {wrong}"
+    if wrong := malformed_name("loss", algorithm.loss, LOSSES):
+        yield f"algorithm.loss: {wrong}"
     if algorithm.estimator == "gae":
         yield (
             "algorithm.estimator: gae needs a value model, which Baton does not train, and discounts along one token "
             f"axis, but step-wise rows are separate sequences; use one of {', '.join(GROUP_ESTIMATORS)}"
         )
+    elif wrong := malformed_name("estimator", algorithm.estimator, GROUP_ESTIMATORS):
+        yield f"algorithm.estimator: {wrong}"
     if algorithm.estimator in GROUP_ESTIMATORS and algorithm.n_samples_per_prompt == 1:
         yield (
             f"algorithm.n_samples_per_prompt: 1 makes groups of one: {algorithm.estimator} compares the trajectories "

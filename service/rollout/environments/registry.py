@@ -88,9 +88,10 @@ def _path(name: str, trusted_modules: Sequence[str]) -> str:
         return name
     paths = {**registered(), **ENVIRONMENTS}
     if name not in paths:
-        near = difflib.get_close_matches(name, paths, n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(name, paths, n=1)
+        meant = f"the nearest is {near[0]!r}" if near else f"there are {', '.join(paths)}"
         raise UserError(
-            f"env.name: there is no environment {name!r:.80}; the nearest is {near!r}. "
+            f"env.name: there is no environment {name!r:.80}; {meant}. "
             "A class of your own is named module:Class, with its module under env.trusted_modules"
         )
     return paths[name]

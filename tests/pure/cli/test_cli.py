@@ -71,6 +71,8 @@ WRONG = {
     "run QUICKSTART OWN model.path=/none": "model folder /none does not exist",
     "run --generator.concurrent-groups=3": "generator.concurrent-groups=VALUE",
     "config validate QUICKSTART env.name=lokup": "the nearest is 'lookup'",
+    "config validate QUICKSTART env.name=nim.Nim": "there are compute_score, gsm8k, ",
+    "config validate QUICKSTART algorithm.estimator=rank": "there are grpo, grpo_no_std, rloo, maxrl, reinforce++_b",
     "config validate QUICKSTART algorithm.estimator=json:mine": "no estimator is named 'mine'",
     "config validate QUICKSTART scorers.judge.use=json:lods": "did you mean json:loads?",
     "config validate QUICKSTART scorers.judge.use=json:loads scorers.judge.options.x=1": "scorers.judge.options",
