@@ -28,7 +28,9 @@ HISTORY_KEYS = (
     "async/staleness_max",
     "timing/step",
     "timing/wait_for_generation_buffer",
+    "policy/policy_entropy",
 )
+"""Metrics of an optimizer step that the status page draws, besides those whose names begin with `environment/`."""
 
 MAX_SOURCES = 4096
 """Maximum number of actors that the hub keeps: a sender of invented names must not fill its memory."""
@@ -130,12 +132,13 @@ class Hub:
         return status_document(self._parts, actors, self._clock.wall()) | more
 
     def history(self, after: int) -> dict[str, Any]:
-        """The metrics `HISTORY_KEYS` of the optimizer steps after step `after`, for charts: one list of values per
-        metric. Only the newest `HISTORY_STEPS` steps are kept."""
+        """The metrics `HISTORY_KEYS` and those of environments, of the optimizer steps after step `after`, for charts:
+        one list of values per metric. Only the newest `HISTORY_STEPS` steps are kept."""
         steps = [step for step in self._steps if step["trainer/global_step"] > after]
+        keys = HISTORY_KEYS + tuple(sorted({key for step in steps for key in step if key.startswith("environment/")}))
         return {
             "steps": [step["trainer/global_step"] for step in steps],
-            "columns": {key: [step.get(key) for step in steps] for key in HISTORY_KEYS},
+            "columns": {key: [step.get(key) for step in steps] for key in keys},
         }
 
     def silent(self) -> list[str]:

@@ -65,7 +65,8 @@ def a_step(step: int) -> dict[str, float]:
         "timing/step": math.nan if step == 5 else 0.5,
         "timing/wait_for_generation_buffer": 0.1,
         "policy/policy_loss": 0.001,
-    }
+        "policy/policy_entropy": 1.2 - step / 100,
+    } | ({} if step <= 30 else {"environment/game:Nim<b>/won": step / 100})  # an environment that only later rows name
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -78,7 +79,8 @@ async def test_the_page_shows_the_run_without_errors_at_both_sizes(size: str, tm
         assert "step 60 of 100" in text and "last step 2.0 h ago" in text and "40 min left" in text
         notes = await page.value("document.querySelector('#notes').innerText")
         assert "12 failures in 96 trajectories <b>" in notes and "never-solved" in notes
-        assert await page.value("document.querySelectorAll('.chart svg path').length") == 5
+        assert await page.value("document.querySelectorAll('.chart svg path').length") == 8
+        assert await page.value("[...document.querySelectorAll('.chart h2')].pop().textContent") == "game:Nim<b>/won"
         assert "; long above 54" in await page.value("document.querySelector('#charts').textContent")
         assert "groups: 11 of 16" in await page.value("document.querySelector('#waits').textContent")
         assert await page.value("document.querySelectorAll('#actors tr').length") == 3
@@ -89,6 +91,8 @@ async def test_the_page_shows_the_run_without_errors_at_both_sizes(size: str, tm
 
         await push(hub, "driver/driver", ("step", a_step(61)))
         await page.until("document.querySelector('#charts').textContent.includes('61')")
+        assert await page.value("history.columns['environment/game:Nim<b>/won'].indexOf(0.31)") == 30
+        assert await page.value("new Set(Object.values(history.columns).map(each => each.length)).size") == 1
         await page.screenshot(tmp_path / f"{size}.png")
         assert (tmp_path / f"{size}.png").stat().st_size > 20_000
         assert await page.value("[window.hacked, document.images.length, document.scripts.length]") == [None, 0, 1]
