@@ -18,6 +18,8 @@ import yaml
 
 from service.errors import ConfigError, UserError
 
+MOST_VALUES = 10_000
+"""Maximum number of values in a file: a few aliases of aliases can stand for billions of values."""
 SHOWN = 120
 """Maximum characters of a value in an error message."""
 
@@ -127,11 +129,14 @@ def _read_text(file: Path) -> str:
 def _parsed(text: str, name: str, path: KeyPath = ()) -> tuple[Any, dict[KeyPath, str]]:
     """The plain values of a YAML text, and file and line of each value. `path`: where the text belongs."""
     places: dict[KeyPath, str] = {}
+    room = iter(range(MOST_VALUES))
 
     def line(node: yaml.Node, here: KeyPath, wrong: str) -> str:
         return f"{name}:{node.start_mark.line + 1}  {plain('.'.join(here))}: {wrong}"
 
     def value(node: yaml.Node, here: KeyPath) -> Any:
+        if next(room, None) is None:
+            raise ConfigError(f"{name}  not a configuration: it has more than {MOST_VALUES} values, with its aliases")
         if isinstance(node, yaml.SequenceNode):
             return [value(item, (*here, str(index))) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.MappingNode):

@@ -55,6 +55,8 @@ class _ChatMessage(Struct):
     tool_calls: list[_ChatCall] | None = None
     tool_call_id: str | None = None
     function_call: None = None
+    refusal: None = None
+    audio: None = None
 
 
 class _StreamOptions(Struct):

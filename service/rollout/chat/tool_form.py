@@ -78,7 +78,8 @@ def with_names(messages: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         for call in message.get("tool_calls") or ():
             if not isinstance(function := call.get("function"), Mapping) or not function.get("name"):
                 raise ValueError(f'a call needs "function" with a name, not {call!r:.80}')
-            newest.setdefault(call.get("id"), []).append(function["name"])
+            for key in {call.get("id"), None}:  # an answer without an id is that of the next call
+                newest.setdefault(key, []).append(function["name"])
         names |= newest
         yield message
 

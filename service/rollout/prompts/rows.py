@@ -31,10 +31,11 @@ from service.files import atomic_file, free_memory, matching
 from service.rollout.environment import is_text, refuse_other_role
 
 FORMS = (".jsonl", ".parquet")
-UNREAD = (".arrow", ".bz2", ".csv", ".gz", ".tsv", ".xz", ".zip", ".zst")
-"""Endings of files that may hold rows, but cannot be read."""
 SPLIT = re.compile(r"^(train|test|validation|valid|val|dev|eval)(?=[-_.])")
 """The beginning of a file's name if it names the split."""
+ENDINGS = "arrow|avro|bz2|csv|feather|gz|jsonl|lz4|ndjson|orc|parquet|pq|tsv|xz|zip|zst"
+UNREAD = re.compile(rf".*\.({ENDINGS})|{SPLIT.pattern}.*\.json", re.IGNORECASE)
+"""Names of files that may hold rows, but cannot be read unless their ending is one of `FORMS`."""
 BATCH_ROWS = 256
 """Number of rows that are expanded at once. (Parquet may store a long text once for all rows.)"""
 LONG_ROW_BYTES = 1 << 11
@@ -93,8 +94,8 @@ def _files_of(path: Path) -> list[Path]:
     if tasks := sorted(file.parent for file in path.glob("*/task.toml")):
         return tasks
     inside = sorted(file for file in path.rglob("*") if "/." not in str(file).removeprefix(str(path)))
-    if packed := [file for file in inside if file.suffix in UNREAD]:
-        raise UserError(f"dataset {path}: {packed[0]} would not be read; give .jsonl or .parquet files")
+    if unread := [file for file in inside if file.suffix not in FORMS and UNREAD.fullmatch(file.name)]:
+        raise UserError(f"dataset {path}: {unread[0]} would not be read; give .jsonl or .parquet files")
     found = [file for file in inside if file.suffix in FORMS]
     sets = {(file.parent, *SPLIT.findall(file.name)[:1]) for file in found}
     if len(sets) != 1:

@@ -170,6 +170,10 @@ def test_all_mistakes_are_reported_at_once_one_line_each(tmp_path: Path) -> None
         (b"\xff\xfe\x00", "UTF-8"),
         (b"a: &a [*a]\n", "not a configuration"),
         (b"a: " + b"[" * 5000 + b"]" * 5000, "not a configuration"),
+        (
+            b"a: &a [1]\n" + b"".join(b"%c: &%c [*%c, *%c]\n" % (n, n, n - 1, n - 1) for n in range(98, 123)),
+            "10000 values",
+        ),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:

@@ -162,9 +162,12 @@ def test_the_files_of_a_folder_or_of_a_pattern_are_one_data_set_in_the_order_of_
     (hub / "test-00000-of-00001.jsonl").touch()
     with pytest.raises(UserError, match=rf"several sets; give {hub}/test\* or {hub}/train\*$"):
         load_tasks(tmp_path / "hub")
-    (hub / "train-00002.jsonl.gz").touch()
-    with pytest.raises(UserError, match=r"train-00002\.jsonl\.gz would not be read"):
-        load_tasks(tmp_path / "hub")
+    (hub / "dataset_info.json").touch()
+    for name in ("train-00002.jsonl.gz", "part.JSONL", "train-00002.json", "part.ndjson"):
+        (hub / name).touch()
+        with pytest.raises(UserError, match=rf"{re.escape(name)} would not be read"):
+            load_tasks(tmp_path / "hub")
+        (hub / name).unlink()
 
 
 def test_what_is_no_file_of_rows_is_named(tmp_path: Path) -> None:
