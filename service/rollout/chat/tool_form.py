@@ -76,7 +76,7 @@ def with_names(messages: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
             message = {**message, "name": left.pop(0) if len(left) > 1 else left[0]}
         newest: dict[Any, list[Any]] = {}
         for call in message.get("tool_calls") or ():
-            if not isinstance(function := call.get("function"), Mapping) or not function.get("name"):
+            if not isinstance(function := call.get("function"), Mapping) or not isinstance(function.get("name"), str):
                 raise ValueError(f'a call needs "function" with a name, not {call!r:.80}')
             for key in {call.get("id"), None}:  # an answer without an id is that of the next call
                 newest.setdefault(key, []).append(function["name"])
