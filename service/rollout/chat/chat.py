@@ -49,6 +49,9 @@ message contains it."""
 BREAK = "\u200b"
 ANCHORS = ("\n", "~", "=")
 """For tokenizers that put a space before a text's first word: the text is encoded after one of these characters."""
+TAG = re.compile(r"(?!<unk>)</?[A-Za-z][\w:.-]*>|\[/?[A-Z_]+\]")
+"""Tokens that are part of a response's text even if the tokenizer calls them special, such as `<tool_call>`, unless
+they frame messages."""
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 ASKED = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
@@ -226,7 +229,10 @@ class Chat:
         return self._after_call(self._render(called([ANSWER], MARK), form=form))
 
     def text(self, response_ids: Int32s, with_special: bool = False) -> str:
-        """The text of a response, with or without special tokens."""
+        """The text of a response, with or without special tokens; tags (`TAG`) are always part of the text."""
+        if not with_special and not self._tags.isdisjoint(response_ids.tolist()):
+            response_ids = response_ids[[of not in self._hidden for of in response_ids.tolist()]]
+            with_special = True
         return self._special_tokens.decode(response_ids, with_special)
 
     def said(self, response_ids: Int32s) -> str:
@@ -326,6 +332,10 @@ class Chat:
         ends = [of for of in self._special_tokens.encode(further).tolist() if of in special][:1]
         self.end_ids = tuple(dict.fromkeys((self.end_id, *self.end_ids, *ends)))
         self._all_ends = {closing, *self.end_ids}
+        framing = {*self._all_ends, *opens.tolist(), self._tokenizer.bos_token_id, self._tokenizer.pad_token_id}
+        added = {of: token for of, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        self._tags = {of for of, token in added.items() if of not in framing and TAG.fullmatch(token.content)}
+        self._hidden = added.keys() - self._tags
 
     def _find_header(self) -> bool:
         """Whether the policy writes special tokens before its text. Then one turn may have several messages."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -59,6 +59,15 @@ def test_tokenizer_json_decides_the_tokens_and_not_the_class_that_the_folder_nam
     chat = Chat(load_tokenizer(tmp_path))
     (whole,) = chat.plain(text).tolist()  # one token, though other tokenizers would split the text
     assert chat.text(np.array([whole], np.int32)) == text
+
+
+def test_a_tag_that_the_tokenizer_calls_special_stays_in_the_text_and_frames_and_ends_do_not() -> None:
+    tokenizer = tokenizer_of(THINKING_AND_JSON)
+    tags = ("<seed:think>", "</seed:think>", "[TOOL_CALLS]", "<|vision|>")
+    tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in tags], special_tokens=True)
+    said = "<|im_start|><seed:think>plan</seed:think> [TOOL_CALLS]f{}<|vision|></s>"
+    token_ids = np.array(tokenizer.encode(said, add_special_tokens=False), np.int32)
+    assert Chat(tokenizer).text(token_ids) == "<seed:think>plan</seed:think> [TOOL_CALLS]f{}"
 
 
 def test_the_delta_starts_with_the_end_only_where_the_response_has_none(chat: Chat) -> None:
