@@ -162,6 +162,10 @@ class Chat:
         self.vocab_size = vocab_size or highest_id(tokenizer) + 1
         """Number of rows of the model's head: all token ids are below it. The tokenizer may lack some ids."""
         self._template_options = dict(template_options or {})
+        names = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ()
+        if len(names) > 1 and "chat_template" not in self._template_options:  # tools would choose anew for each prompt
+            told = "so name one for the whole run: generator.chat_template_options={chat_template: NAME}"
+            raise UserError(f"model.path: the tokenizer has the chat templates {', '.join(names)}, {told}")
         self._special_tokens = SpecialTokens(tokenizer)
         self.end_id = eos = int(tokenizer.eos_token_id)
         """The token that ends a turn; `conversation` appends it if the policy stopped without an end token."""

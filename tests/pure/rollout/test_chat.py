@@ -70,6 +70,17 @@ def test_a_tag_that_the_tokenizer_calls_special_stays_in_the_text_and_frames_and
     assert Chat(tokenizer).text(token_ids) == "<seed:think>plan</seed:think> [TOOL_CALLS]f{}"
 
 
+def test_of_several_templates_one_is_named_for_first_prompts_and_for_what_follows() -> None:
+    tokenizer = tokenizer_of("")
+    other = CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT.replace("<tool_response>", "<result>")
+    tokenizer.chat_template = {"default": CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT, "tool_use": other}
+    with pytest.raises(UserError, match="templates default, tool_use, so name one"):
+        Chat(tokenizer)
+    chat = Chat(tokenizer, {"chat_template": "tool_use"})
+    answer = Message(role="tool", content="17")
+    assert all("<result>" in chat.text(ids) for ids in (chat.prompt([*ASK, answer]), chat.delta([answer], chat.end_id)))
+
+
 def test_the_delta_starts_with_the_end_only_where_the_response_has_none(chat: Chat) -> None:
     closed = chat.delta(TOLD, chat.end_id).tolist()
     other = int(chat.plain("fox")[0])
