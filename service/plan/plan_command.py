@@ -120,13 +120,14 @@ def _lines(table: SplitTable, problem: str | None, routed: int, gpus: int, assum
         f"journal: {_gb(tokens * (TOKEN_BYTES + routed))} GB a step; a checkpoint: "
         f"{_gb(table.fit.size.checkpoint)} GB; a weight update: {_gb(table.fit.host['final weights'])} GB"
     )
-    yield f"\n  {'engines':>8} {'ranks':>6} {'training s':>14} {'decoding s':>14} {'step s':>14}  fits"
+    yield f"\n  {'engines':>8} {'ranks':>6} {'training s':>14} {'decoding s':>14} {'step s':>14} {'rank GB':>8}  fits"
     splits, configured = table.splits(gpus), (table.settings.generator.max_engines, table.settings.learn.trainer.ranks)
     best = min(splits, key=lambda split: (not split.fits, split.step.slow))
     for split in splits:
         ranges = (f"{low:.3g}-{high:.3g}" for low, high in (split.training, split.decoding, split.step))
         here = "  (configured)" if (split.engines, split.ranks) == configured else ""
         numbers = f"{split.engines:>8} {split.ranks:>6} " + " ".join(f"{each:>14}" for each in ranges)
+        numbers += f" {split.rank / 1e9:>8.1f}"
         yield f"{'*' if split is best else ' '} {numbers}  {'yes' if split.fits else 'no '}{here}"
     yield "* the shortest step; the seconds are a range of arithmetic, without the environment's (docs/plan.md)"
 

@@ -59,8 +59,10 @@ class Split(NamedTuple):
     training: Seconds
     decoding: Seconds
     step: Seconds
+    rank: float
+    """Bytes on the GPU of a rank; engines are the same in all splits."""
     fits: bool
-    """Whether a rank fits its GPU; engines are the same in all splits."""
+    """Whether the rank fits its GPU."""
 
 
 class SplitTable:
@@ -95,8 +97,8 @@ class SplitTable:
         alternate = self.settings.shares_gpus or self._buffer.lookahead == 0
         step = Seconds(*(sum(ends) if alternate else max(ends) for ends in zip(training, decoding, strict=True)))
         held = rank_bytes(self.fit.size, self.settings.learn, self.fit.checkpointing, ranks)
-        fits = sum(held.values()) + self.fit.rank["engine"] <= self.fit.room
-        return Split(engines, ranks, training, decoding, step, fits)
+        rank = sum(held.values()) + self.fit.rank["engine"]
+        return Split(engines, ranks, training, decoding, step, rank, rank <= self.fit.room)
 
     def _training_flops(self) -> float:
         """FLOPs of a step, without recomputation: 2 for each parameter and token in a forward pass, twice that in the

@@ -54,7 +54,7 @@ def test_more_engines_decode_faster_and_fewer_ranks_train_slower_and_may_not_fit
     assert [(split.engines, split.ranks) for split in splits] == [(n, 8 - n) for n in range(1, 8)]
     for fewer, more in pairwise(splits):
         assert more.decoding.fast < fewer.decoding.fast and more.training.slow > fewer.training.slow
-    assert splits[0].fits and not splits[-1].fits
+    assert splits[0].fits and not splits[-1].fits and splits[0].rank < 0.9 * H100.memory < splits[-1].rank
 
 
 def test_splits_use_all_gpus_in_whole_engines_and_whole_groups_of_ranks(tmp_path: Path) -> None:
@@ -103,6 +103,7 @@ def test_the_page_says_what_fits_what_a_step_has_and_which_split_is_best(
     said = capsys.readouterr().out
     assert "on 8 h100" in said and "it fits" in said and "turns 1, prompt 256 (assumed), response 400)" in said
     assert "journal: " in said and "a weight update: 16 GB" in said and said.count("(configured)") == 1
+    assert "rank GB  fits" in said and "the GPU of a rank needs 55.2 GB" in said and " 55.2  yes  (configured)" in said
     (best,) = [line for line in said.splitlines() if line.startswith("* ") and "shortest" not in line]
     assert " yes" in best
 
