@@ -23,6 +23,7 @@ from service.rollout.chat.chat import Tool
 from service.rollout.chat.tool_form import with_names
 from service.rollout.chat.tools import ToolCall, is_shallow, read_call
 from service.rollout.environment import Message, tagged
+from service.rollout.exact_json import InexactJson, exact_json
 
 EXACT, LARGEST = 1 << 53, 1 << 1023
 """The largest integer up to which a double holds all integers exactly, and the largest that it holds at all."""
@@ -87,10 +88,13 @@ def _read(message: Mapping[str, Any]) -> Message:
 
 
 def _arguments(arguments: str | Mapping[str, Any]) -> Any:
-    """The arguments as values, or as text if they are not JSON."""
+    """The arguments as values, or as text if they are not JSON; raises `InexactJson`."""
     written = arguments if isinstance(arguments, str) else json.dumps(arguments)
     try:
+        exact_json(written, field="arguments")
         read = json.loads(written, parse_float=_number)
+    except InexactJson:
+        raise
     except (ValueError, RecursionError):
         return written
     return read if is_shallow(read) else written

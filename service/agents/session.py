@@ -24,10 +24,11 @@ from service.agents.dialects.dialect import CallRequest, Refused
 from service.errors import in_one_line
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.steps.values import NEEDED, Role, StopReason, is_reward
-from service.rollout.agent_loop import experts_of
+from service.rollout.agent_loop import step_of
 from service.rollout.chat.chat import MessagesRefused
 from service.rollout.engine import AgentLimits, Generation, Sampling
 from service.rollout.environment import Status, TrajectoryFailed
+from service.rollout.exact_json import InexactJson
 from service.rollout.plain_values import NotAllowed, plain_info, plain_reward
 from service.rollout.step_sinks import StepSink
 from service.rollout.user_errors import type_name
@@ -331,6 +332,8 @@ class Session:
             return opened if asked.may_call else opened._replace(tools=())
         except MessagesRefused as refused:
             raise Refused(400, "messages", str(refused)) from refused
+        except InexactJson as error:
+            raise Refused(400, error.field, error.reason) from error
         except RecursionError as error:
             raise Refused(400, "messages", "nested too deep") from error
 
@@ -453,25 +456,9 @@ class Session:
         response, extends = call.response, self.tree.reference(call)
         n_shared = extends.length if extends is not None else 0
         own_ids = call.carried_ids if call.parent is not None else call.carried_ids[n_shared:]
-        n_carried = len(own_ids) + len(response.token_ids)
-        n_total = n_shared + n_carried
-        return Step(
-            self.trajectory,
-            self._prompt_uid,
-            call.index,
-            own_ids,
-            response.token_ids,
-            logprobs=response.logprobs,
-            loss_mask=response.loss_mask,
-            versions=response.versions,
-            temperature=self._limits.sampling.temperature,
-            stop_reason=generation.stop_reason,
-            extends=extends,
-            routed_experts=experts_of(generation.routed_experts, n_total, n_carried),
-            support_size=response.support_size,
-            support=response.support,
-            note=call.note(round(self.age, 3)),
-        )
+        of = {"trajectory": self.trajectory, "prompt_uid": self._prompt_uid, "index": call.index}
+        more = {"temperature": self._limits.sampling.temperature, "note": call.note(round(self.age, 3))}
+        return step_of(own_ids, response, generation, extends, **of, **more)
 
     def _landed(self, body: str, task: asyncio.Task[AgentCall]) -> None:
         del self._flying[body]

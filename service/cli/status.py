@@ -161,8 +161,10 @@ def _read_summary(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(summary["state"], str):
-            raise TypeError("state is not a text")
+        if not all(isinstance(text, str) for text in (summary["state"], summary.get("reason", ""))):
+            raise TypeError("state or reason is not a text")
+        if "reason" not in summary and type(summary["steps"]) is not int:
+            raise TypeError("steps is not a number")
     except DAMAGED as error:
         raise UserError(f"{file} is damaged ({type(error).__name__}: {error})") from None
     return summary

@@ -53,7 +53,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     if "reason" in summary:
         return [summary["state"], summary["reason"]]
     seconds = f", {duration(summary['seconds'])}" if "seconds" in summary else ""
-    lines = [f"{summary['state']} after {summary.get('steps', 0)} optimizer steps{seconds}"]
+    lines = [f"{summary['state']} after {summary['steps']} optimizer steps{seconds}"]
     if summary.get("reward_gain") is not None:
         lines.append(
             f"reward: {summary['reward_first_tenth']:.3f} over the first tenth of the steps, "

@@ -215,26 +215,10 @@ class Episode:
         step."""
         history, index = self._histories[role], self.n_steps
         history.append(response.token_ids)
-        n_carried, n_total = len(history.carried) + len(response.token_ids), len(history.token_ids)
-        step = Step(
-            self._trajectory,
-            self._uid,
-            index,
-            history.carried,
-            response.token_ids,
-            logprobs=response.logprobs,
-            loss_mask=response.loss_mask,
-            versions=response.versions,
-            temperature=self._limits.sampling.temperature,
-            reward=reward,
-            stop_reason=generation.stop_reason,
-            extends=history.extends,
-            routed_experts=experts_of(generation.routed_experts, n_total, n_carried),
-            support_size=response.support_size,
-            support=response.support,
-        )
-        self._sink.append(step)
-        history.extends = Extension(index, n_total, digest(history.token_ids))
+        of = {"trajectory": self._trajectory, "prompt_uid": self._uid, "index": index}
+        more = {"temperature": self._limits.sampling.temperature, "reward": reward}
+        self._sink.append(step_of(history.carried, response, generation, history.extends, **of, **more))
+        history.extends = Extension(index, len(history.token_ids), digest(history.token_ids))
         self._roles.append(role)
         if role == MAIN:
             self._reward = reward
@@ -279,7 +263,29 @@ class Episode:
         return done or self.n_steps + 1 == self._limits.max_turns
 
 
-def experts_of(experts: Experts | None, total: int, carried: int) -> Experts | None:
+def step_of(
+    prompt_ids: Int32s, response: Response, generation: Generation, extends: Extension | None, **others: Any
+) -> Step:
+    """The step of a turn whose prompt has the tokens `prompt_ids` after those that it extends; `others`: further
+    fields."""
+    carried = len(prompt_ids) + len(response.token_ids)
+    total = carried + (0 if extends is None else extends.length)
+    return Step(
+        prompt_ids=prompt_ids,
+        response_ids=response.token_ids,
+        logprobs=response.logprobs,
+        loss_mask=response.loss_mask,
+        versions=response.versions,
+        stop_reason=generation.stop_reason,
+        extends=extends,
+        routed_experts=_experts_of(generation.routed_experts, total, carried),
+        support_size=response.support_size,
+        support=response.support,
+        **others,
+    )
+
+
+def _experts_of(experts: Experts | None, total: int, carried: int) -> Experts | None:
     """[carried, layers, topk] the routed experts of the last `carried` tokens of a turn that has `total` tokens. The
     last sampled token gets -1, because the engine records no experts for it."""
     if experts is None:

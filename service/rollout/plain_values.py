@@ -132,7 +132,8 @@ def _plain(
     try:
         # Unlike msgspec's, Python's JSON refuses bytes, which are no text.
         builtin = msgspec.to_builtins(value, builtin_types=BYTES, str_keys=True, enc_hook=_simpler)
-        text = json.dumps(builtin, ensure_ascii=False)
+        # A message with NaN would put it into the prompt. An `info` may hold it, and a reward has its own check.
+        text = json.dumps(builtin, ensure_ascii=False, allow_nan=reason is not StopReason.ENVIRONMENT_OUTPUT)
         if len(text) > most:
             raise NotAllowed(reason, f"{field} is too large; allowed are {most} characters in all")
         copied = json.loads(text.encode())

@@ -21,6 +21,7 @@ from msgspec import Meta, Struct
 from service.agents.dialects.dialect import CallRequest, Refused
 from service.rollout.chat.chat import Tool
 from service.rollout.chat.tools import read_json
+from service.rollout.exact_json import InexactJson, exact_json
 
 HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 """A JSON escape of half a surrogate pair. Programs send halves if they cut a text in the middle of a character."""
@@ -132,15 +133,17 @@ REFUSED: Mapping[str, _Unless] = {
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """Parse the body of a request as a JSON object without NaN, half surrogate pairs or deep nesting.
+    """Parse the body of a request as an exact JSON object without half surrogate pairs or deep nesting.
 
     Raises:
         Refused: the body is not such an object.
     """
     try:
         if HALF.search(raw):
-            raw = json.dumps(json.loads(raw), ensure_ascii=False).encode(errors="replace")
+            raw = json.dumps(exact_json(raw), ensure_ascii=False).encode(errors="replace")
         body = read_json(raw)
+    except InexactJson as error:
+        raise Refused(400, error.field or None, error.reason) from error
     except (ValueError, RecursionError) as error:  # also raised if bytes are not UTF-8
         raise Refused(400, None, f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):

@@ -61,6 +61,9 @@ ANSWER = Message(role="tool", content=f"baton-marks-the-answer-{secrets.token_he
 CALL_HEADER = re.compile(r"to=functions\.([\w.-]+)")
 """In the header of a message that is a call, the name of its tool."""
 
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+"""The roles of messages that every template knows. Many leave out another one, or show its name as it is."""
+
 Tool = Mapping[str, Any]
 """The JSON schema of a tool, in the form that chat templates expect."""
 
@@ -298,6 +301,10 @@ class Chat:
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), form: ToolForm | None = None) -> str:
         """The rendered text; only the template writes special tokens. `form`: of tools' answers; None:
         `tool_form`'s."""
+        for role in {message["role"] for message in messages} - ROLES:
+            is_compared = rf"""role[^%}}]*["']{re.escape(role)}\\?["']"""
+            if not re.search(is_compared, str(self._tokenizer.chat_template)):
+                raise MessagesRefused(f"the chat template names no role {role!r:.80}; use {', '.join(sorted(ROLES))}")
         if any(message.get("function_call") for message in messages):
             raise MessagesRefused("no template shows `function_call`; write the call into `tool_calls`")
         has_tools = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import xxhash
 
 from service.rollout.environment import Message
+from service.rollout.exact_json import check_calls
 
 NO_CALL = {"tool_call_id": f"call_{'0' * 24}_0", "name": "tool"}
 """Id and name of a call, for an answer of a tool that names no call: some templates need them."""
@@ -68,12 +69,13 @@ def with_names(messages: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     its id, in their order: ids may come again in later turns, or be missing.
 
     Raises:
-        ValueError: a call has no function with a name.
+        ValueError: a call has no function with a name, or its arguments are not exact JSON.
     """
     names: dict[Any, list[Any]] = {}
     for message in messages:
         if message["role"] == "tool" and not message.get("name") and (left := names.get(message.get("tool_call_id"))):
             message = {**message, "name": left.pop(0) if len(left) > 1 else left[0]}
+        check_calls(message)
         newest: dict[Any, list[Any]] = {}
         for call in message.get("tool_calls") or ():
             if not isinstance(function := call.get("function"), Mapping) or not isinstance(function.get("name"), str):

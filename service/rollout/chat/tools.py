@@ -10,12 +10,12 @@ Each call is answered by one message of the role `tool`. A response without a ca
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from service.rollout.environment import Message, StepResult, tagged
+from service.rollout.exact_json import exact_json
 
 Tool = Callable[..., Awaitable[str]]
 
@@ -56,15 +56,17 @@ def read_call(written: str) -> ToolCall | BadCall:
 
 
 def read_json(written: str | bytes) -> Any:
-    """Parse a JSON value that every program can read: it has no NaN, no half of a surrogate pair, and a bounded depth.
+    """Parse a JSON value that every program can read: exactly (`exact_json`), without half of a surrogate pair, and of
+    a bounded depth.
 
     Raises:
         ValueError: the text is not such a value.
     """
     try:
-        value = msgspec.json.decode(written)
+        value = exact_json(written)
     except RecursionError as error:
         raise ValueError(str(error)) from error
+    json.dumps(value, ensure_ascii=False).encode()  # refuses half of a surrogate pair
     if not is_shallow(value):
         raise ValueError(f"objects and lists are nested more than {MAX_DEPTH} deep")
     return value

@@ -26,6 +26,7 @@ from service.config.rollout import COLDEST, HOTTEST
 from service.errors import RunFailed, UserError
 from service.rollout.chat.tools import MAX_DEPTH, is_shallow
 from service.rollout.environment import Message, Task
+from service.rollout.exact_json import exact_json
 from service.rollout.prompts.rows import messages_of, read_rows, row_place, without_gc
 
 ENCODED = frozenset({"uid", "prompt", "env_class", "tools"})
@@ -150,27 +151,28 @@ def _read_text(column: str, value: Any) -> Any:
     if column == "prompt":
         return messages_of(value)
     if column == "tools" and isinstance(value, list):
-        return [json.loads(one) if isinstance(one, str) else one for one in value]
+        return [exact_json(one) if isinstance(one, str) else one for one in value]
     is_json = isinstance(value, str) and value.lstrip().startswith(OBJECTS[column])
-    return json.loads(value) if is_json else value
+    return exact_json(value) if is_json else value
 
 
 def _check_sizes(columns: Mapping[str, Any], number: int, path: Path) -> None:
-    """Raise a UserError if a column is too large or nested too deeply."""
+    """Raise a UserError if a column is too large or nested too deeply, or holds NaN."""
     with suppress(UnicodeEncodeError, RecursionError):
         written = msgspec.json.encode(columns, enc_hook=str)
-        if len(written) <= COLUMN_BYTES and written.count(b"{") + written.count(b"[") <= MAX_DEPTH:
+        has_null = b"null" in written  # so msgspec writes NaN and infinity
+        if len(written) <= COLUMN_BYTES and written.count(b"{") + written.count(b"[") <= MAX_DEPTH and not has_null:
             return
     for column, value in columns.items():
         if not is_shallow(value):
             raise _error(path, number, column, f"is nested too deeply; allowed are {MAX_DEPTH} levels")
         try:
-            size = len(msgspec.json.encode(value, enc_hook=str))
-        except UnicodeEncodeError as error:
-            if column in ENCODED:
-                told = "holds half a surrogate pair; allowed is text that UTF-8 can encode"
-                raise _error(path, number, column, told) from error
-            size = len(json.dumps(value, default=str))
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False, skipkeys=True, default=str)
+            size = len(text.encode(errors="strict" if column in ENCODED else "replace"))
+        except ValueError as error:
+            half = "holds half a surrogate pair; allowed is text that UTF-8 can encode"
+            told = half if isinstance(error, UnicodeEncodeError) else "holds NaN or infinity; leave the field out"
+            raise _error(path, number, column, told) from error
         if size > COLUMN_BYTES:
             raise _error(path, number, column, f"is too large; allowed are {COLUMN_BYTES} bytes in all")
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from service.config import DataConfig, EnvConfig, GeneratorConfig, ModelConfig
 from service.files import matching
 from service.model_folder import is_model_folder
-from service.rollout.chat.chat import Chat, MessagesRefused, load_chat
+from service.rollout.chat.chat import ROLES, Chat, MessagesRefused, load_chat
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
 from service.rollout.environments.registry import synthetic_data
@@ -44,7 +44,9 @@ def too_long(generator: GeneratorConfig, tasks: Sequence[Task], path: Path, chat
     """Lines that count the prompts that are too long, and the prompts that the chat template refuses; none if all
     prompts fit. Such a prompt is no error, because an environment may begin with another prompt.
     """
-    looked_at, lengths, refused = range(0, len(tasks), -(-len(tasks) // LOOKED_AT)), dict[int, int](), list[str]()
+    odd = [row for row, task in enumerate(tasks) if not all(of["role"] in ROLES for of in task.prompt)][:LOOKED_AT]
+    looked_at = sorted({*range(0, len(tasks), -(-len(tasks) // LOOKED_AT)), *odd})
+    lengths, refused = dict[int, int](), list[str]()
     for row in looked_at:
         try:
             lengths[row] = len(chat.prompt(tasks[row].prompt, tasks[row].tools))

@@ -17,18 +17,18 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from service.errors import UserError
 from service.files import atomic_file, free_memory, matching
 from service.rollout.environment import is_text, refuse_other_role
+from service.rollout.exact_json import check_calls, exact_json
 
 FORMS = (".jsonl", ".parquet")
 SPLIT = re.compile(r"^(train|test|validation|valid|val|dev|eval)(?=[-_.])")
@@ -121,7 +121,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     with atomic_file(path) as partial, partial.open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows):
             try:
-                line = json.dumps(row, ensure_ascii=False)
+                line = json.dumps(row, ensure_ascii=False, allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:  # another type, a cycle, or too deep
                 raise UserError(f"dataset {path}, row {number}: a value cannot be written as JSON: {error}") from error
             # Half a surrogate pair cannot be encoded as UTF-8, but JSON can escape it.
@@ -133,7 +133,8 @@ def messages_of(value: Any) -> Any:
     calls tools may have no content.
 
     Raises:
-        ValueError: the text begins like messages, but is no JSON; was written twice; or a role has another name.
+        ValueError: the text begins like messages, but is no JSON; was written twice; a role has another name; or a
+            value in JSON would be changed.
     """
     if isinstance(value, str) and TWICE.match(value):
         raise ValueError("is a text in JSON of a text in JSON; write the messages themselves, or their JSON once")
@@ -147,11 +148,13 @@ def messages_of(value: Any) -> Any:
         given = read if isinstance(read, list) else [read]
         if not given or not all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in given):
             return value
-        value = [_without_nulls(one.items()) for one in given]
+        exact_json(value)  # refuses a value that `json` would change
+        value = [{name: of for name, of in one.items() if of is not None} for one in given]
     if not isinstance(value, list):
         return value
-    for role in (one.get("role", one.get("from")) for one in value if isinstance(one, dict)):
-        refuse_other_role(role)
+    for one in (one for one in value if isinstance(one, dict)):
+        refuse_other_role(one.get("role", one.get("from")))
+        check_calls(one)
     return [{"content": "", **one} if isinstance(one, dict) and "tool_calls" in one else one for one in value]
 
 
@@ -203,23 +206,13 @@ def _read_jsonl(path: Path) -> list[Any]:
         if not line.strip():
             continue
         try:
-            rows.append(_read_line(line))
+            rows.append(exact_json(line, keeps_null=False))
         except (ValueError, RecursionError) as error:
             place, what = f"line {number}", str(error)
             if isinstance(error, json.JSONDecodeError):
                 place, what = f"{place}, column {error.colno}", error.msg
             raise UserError(f"dataset {path}, row {len(rows)}: no JSON: {what} ({place})") from error
     return rows
-
-
-def _read_line(line: str) -> Any:
-    if "null" not in line:
-        with suppress(msgspec.MsgspecError, RecursionError):  # refuses NaN and half surrogate pairs; `json` reads them
-            row = msgspec.json.decode(line)
-            quotes = line.count('"') + line.count("\\u0022")
-            if msgspec.json.encode(row).count(b'"') == quotes:  # else a key may occur twice
-                return row
-    return json.loads(line, object_pairs_hook=_without_nulls)
 
 
 def _text(path: Path) -> str:
@@ -229,10 +222,3 @@ def _text(path: Path) -> str:
         raise UserError(f"dataset {path}: not UTF-8: {error}") from error
     except OSError as error:
         raise UserError(f"dataset {path}: cannot be read: {error.strerror}") from error
-
-
-def _without_nulls(pairs: Collection[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {max(names, key=names.count)!r:.80} comes twice")
-    return {name: value for name, value in pairs if value is not None}

@@ -125,6 +125,11 @@ async def test_codex_gets_namespaces_and_free_text_back_as_it_named_them(
 ASKS = {"role": "user", "content": "age?"}
 USES = {"type": "tool_use", "id": "x", "name": "f", "input": {}}
 """Only the text of an assistant can be continued."""
+NAMED = {"type": "function_call", "call_id": "c", "name": "f"}
+ODD = {
+    "role": "assistant",
+    "tool_calls": [{"function": {"name": "f", "arguments": of}} for of in ('{"no": json', "[NaN]")],
+}
 IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 REFUSED = [
     (CHAT, {"n": 0}, "n"),
@@ -150,6 +155,16 @@ REFUSED = [
     (MESSAGES, {"tools": [{"name": "bash"}]}, "tools[0].input_schema"),
     (MESSAGES, {"thread": {"type": "create"}}, "thread"),
     (MESSAGES, {"messages": [ASKS, {"role": "assistant", "content": [USES]}]}, "messages[1]"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "metadata": {"x": 1e400}}', "metadata.x"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "messages[0].content"),
+    (MESSAGES, b'{"tools": [{"name": "f", "input_schema": {"x": "\\ud800", "y": NaN}}]}', "tools[0].input_schema.y"),
+    (RESPONSES, b'{"input": "a", "tools": [{"x": "\\ud800", "x": 1}]}', "tools[0].x"),
+    (CHAT, {"messages": [ASKS, ODD]}, "arguments[0]"),
+    (
+        RESPONSES,
+        {"input": [{"type": "function_call", **NAMED, "arguments": '{"x": {"y": 1, "y": 2}}'}]},
+        "arguments.x.y",
+    ),
 ]
 ASKED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": QUESTION}]},
@@ -162,7 +177,7 @@ async def test_what_no_session_gives_is_refused_by_the_name_of_its_field(
     server: ScriptedServer, client: Client
 ) -> None:
     for path, fields, named in REFUSED:
-        status, reply = await client.post(path, {**ASKED[path], **fields})
+        status, reply = await client.post(path, {**ASKED[path], **fields} if isinstance(fields, dict) else fields)
         error = reply["error"]
         assert (status, error["type"]) == (400, "invalid_request_error"), fields
         assert error["message"].startswith(f"{named}: ") and (path == MESSAGES or error["param"] == named)

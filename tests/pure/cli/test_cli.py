@@ -239,11 +239,18 @@ def test_status_tells_a_run_that_starts_from_one_that_was_killed(run: Path, refu
     assert "checkpoint (step 10)" in refused("status", run)
 
 
-@pytest.mark.parametrize("text", ["", "null", "[]", '{"state": {}}', "[" * 100_000, "\udcff"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "null", "[]", '{"state": {}}', "[" * 100_000, "\udcff", '{"state": "finished"}'),
+        *('{"state": "finished", "steps": "9"}', '{"state": "failed", "reason": 3}'),
+    ],
+)
 @pytest.mark.parametrize("file", ["address.json", "summary.json"])
 def test_a_damaged_file_of_a_run_is_one_line(file: str, text: str, run: Path, refused: Refused) -> None:
     (run / file).write_text(text, errors="surrogateescape")
-    refused("status", run)
+    line = refused("status", run)
+    assert file == "address.json" or "summary.json is damaged" in line
 
 
 def test_an_output_that_takes_nothing_is_one_line() -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-MAX_LINES = 40_961
+MAX_LINES = 41_430
 """Of all Python in service/ and actors/: the figure of the decision's last row, and 1 % more."""
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,7 +120,10 @@ class Unspeakable(Exception):
         (told("17", 1.0, True)._replace(info=None), "stop"),
         (told("17", 1.0, True)._replace(info={"tokens": 10**400, "right": np.bool_(True)}), "stop"),
         (StepResult([{"role": "user"}], 0.0, False), "environment_output"),  # type: ignore[list-item,typeddict-item]
-        (told("17")._replace(messages=[{"role": "human", "content": "17"}]), "environment_output"),
+        *(
+            (told("17")._replace(messages=[{"role": role, "content": "17", "tool_calls": calls}]), "environment_output")
+            for role, calls in (("human", []), ("assistant", [{"x": math.nan}]))
+        ),
         (StepResult(None, 0.0, False), "environment_output"),  # type: ignore[arg-type]
         ("17", "environment_error"),
         (told("17")._replace(reward=10**400), "environment_reward"),
@@ -140,6 +145,18 @@ async def test_an_environment_that_fails_costs_its_own_trajectory_with_the_reaso
     steps, end = await play(chat, "look fox age", environment)
     n_steps = 2 if reason == "stop" else 1
     assert (len(steps), end.n_steps, end.stop_reason, environment.closed) == (n_steps, n_steps, reason, 1)
+
+
+DOUBLED = [{"type": "function", "function": {"name": "f", "arguments": '{"x": 1, "x": 2}'}}]
+
+
+@pytest.mark.parametrize(("role", "calls"), [("robot", []), ("assistant", DOUBLED)])
+async def test_a_message_that_no_template_shows_as_it_was_meant_ends_the_trajectory(
+    chat: Chat, role: str, calls: list[Any]
+) -> None:
+    result: Any = told("17")._replace(messages=[{"role": role, "content": "17", "tool_calls": calls}])
+    _, end = await play(chat, "look fox age", ScriptedEnvironment([result, told("17", 1.0, True)]))
+    assert end.stop_reason == "environment_output"
 
 
 async def test_an_engine_that_breaks_is_not_mistaken_for_a_bad_environment(chat: Chat) -> None:

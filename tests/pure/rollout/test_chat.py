@@ -188,6 +188,14 @@ def test_what_stands_between_two_turns_of_a_chatml_model_starts_after_its_end_to
     assert byte_level_chat.text(delta) == "\nuser\n<tool_response>\n17\n</tool_response>\nassistant\n"
 
 
+def test_a_role_that_only_the_template_knows_is_left_to_it(tmp_path: Path) -> None:
+    shown = "{{ m.content }}{% if m.type == 'robot' %}{% endif %}{% endfor %}"
+    chat = templated(tmp_path, "{% for m in messages %}{% if m.role in ['tool', \"ipython\"] %}{% endif %}" + shown)
+    assert chat.text(chat.prompt([Message(role="ipython", content="17")])) == "17"
+    with pytest.raises(MessagesRefused, match="names no role 'robot'; use assistant"):
+        chat.prompt([Message(role="robot", content="17")])
+
+
 def test_what_a_template_reads_beside_role_and_content_is_not_taken_from_another_message(tmp_path: Path) -> None:
     chat = templated(tmp_path, "{% for m in messages %}{{ m.name }} {{ m.content }}{% endfor %}")
     prompts = [chat.prompt([{"role": "tool", "content": "17", "name": name}]) for name in ("fox", "owl")]  # type: ignore[typeddict-unknown-key]

@@ -23,6 +23,7 @@ from service.rollout.prompts.files import read_published, train_file
 from service.rollout.prompts.rows import TASK_BYTES, without_gc, write_rows
 
 PROMPT = [{"role": "user", "content": "6 times 7?"}]
+CALLS = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": NaN}'}}]}
 
 
 def written(tmp_path: Path, *rows: Any) -> Path:
@@ -93,6 +94,11 @@ def test_a_plain_text_is_one_message_of_the_user_in_files_as_other_systems_write
         (["prompt"], "row 1: a row is an object with columns"),
         ({"prompt": PROMPT, "tools": "[bad"}, "row 1, column tools: no JSON"),
         ({"prompt": PROMPT, "tools": "[" * 100_000}, "row 1, column tools: no JSON"),
+        ({"prompt": PROMPT, "tools": ['{"a": NaN}']}, "row 1, column tools: a is NaN"),
+        ({"prompt": PROMPT, "extra_info": '{"a": 1, "a": 2}'}, "column extra_info: a is .* a key that comes twice"),
+        ({"prompt": PROMPT, "reward_spec": '{"a": 1e400}'}, "column reward_spec: a is .* too large"),
+        ({"prompt": json.dumps([PROMPT[0] | {"x": 1e400}])}, r"column prompt: \[0\].x is .* too large"),
+        ({"prompt": [PROMPT[0], CALLS, PROMPT[0]]}, "column prompt: arguments.x is NaN"),
         ({"prompt": "half a pair \ud800"}, "row 1, column prompt: holds half a surrogate pair"),
         ({"prompt": [PROMPT[0] | {"content": "\ud800"}]}, "row 1, column prompt: holds half a surr"),
         ({"prompt": [{"role": "human", "content": "a"}]}, """row 1, column prompt: write "role": "user".*'human'"""),
@@ -124,10 +130,12 @@ def test_a_bad_row_is_named_by_row_and_column(tmp_path: Path, row: Any, message:
         (
             "rows.jsonl",
             b'{"prompt": "a"}\n{"prompt": "a", "x": {"k": 1, "k": 2}}',
-            "row 1: no JSON: the key 'k' comes twice",
+            r"row 1: no JSON: x\.k is .* a key that comes twice \(line 2\)",
         ),
-        ("rows.jsonl", b'{"prompt": "a", "prompt": null}', "row 0: no JSON: the key 'prompt' comes twice"),
-        ("rows.jsonl", b'{"uid":1,"uid":"\\u0022\\u0022"}', "row 0: no JSON: the key 'uid' comes twice"),
+        ("rows.jsonl", b'{"prompt": "a", "prompt": null}', "row 0: no JSON: prompt is .* a key that comes twice"),
+        ("rows.jsonl", b'{"uid":1,"uid":"\\u0022\\u0022"}', "row 0: no JSON: uid is .* a key that comes twice"),
+        ("rows.jsonl", b'{"prompt": "a", "x": [{"y": -1e400}]}', r"x\[0\]\.y is .*too large.* \(line 1\)"),
+        ("rows.jsonl", b'{"prompt": "a", "x": NaN}', "row 0: no JSON: x is NaN"),
         ("rows.jsonl", b"\xff\xfe", "not UTF-8"),
         ("rows.parquet", b"no parquet", "no parquet file"),
         ("rows.csv", b"prompt\na\n", "ends in '.csv'; give a .jsonl or a .parquet file"),

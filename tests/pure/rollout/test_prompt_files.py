@@ -224,6 +224,17 @@ def test_prompts_of_a_sample_of_the_rows_that_are_too_long_or_refused_are_counte
         assert LOOKED_AT / 2 <= len(seen) <= LOOKED_AT and f"{len(seen)} of {len(seen)} rows looked at" in line
 
 
+@pytest.mark.parametrize("role", ["robot", "developer", "function"])
+def test_a_role_that_the_template_does_not_know_is_named_with_its_row_wherever_it_is(
+    role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    roles = ["user"] * (2 * LOOKED_AT) + [role, "user"]
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": [{"role": of, "content": "?"}], "seed": 1} for of in roles])
+    prepare(config(f"data.train={tmp_path}/rows.jsonl", "data.make_rows=null"), tmp_path / "run")
+    said = f"are refused (row {2 * LOOKED_AT}: the chat template names no role '{role}'; use assistant"
+    assert said in capsys.readouterr().out
+
+
 def test_the_validation_and_a_run_note_too_long_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {"prompt": "what is the age of fox ?", "extra_info": {"seed": 1}}
     write_rows(tmp_path / "mine.jsonl", [row, {**row, "prompt": "what is the age of the friend of the fox ?"}])
