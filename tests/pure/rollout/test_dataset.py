@@ -178,6 +178,18 @@ def test_the_files_of_a_folder_or_of_a_pattern_are_one_data_set_in_the_order_of_
         (hub / name).unlink()
 
 
+def test_integers_beyond_doubles_stay_and_what_is_no_number_is_refused_in_both_forms(tmp_path: Path) -> None:
+    big = (1 << 53) + 1
+    row = {"prompt": "a", "reward_spec": f'{{"n": {big}}}', "x": {"n": big, "none": None}}
+    pq.write_table(pa.Table.from_pylist([row]), parquet := tmp_path / "rows.parquet")
+    for file in (written(tmp_path, row), parquet):
+        (task,) = load_tasks(file)
+        assert task.reward_spec == {"n": big} and task.extra_info == {"x": {"n": big}}
+    pq.write_table(pa.Table.from_pylist([{"prompt": "null", "x": []}, {"prompt": "a", "x": [float("inf")]}]), parquet)
+    with pytest.raises(UserError, match="row 1, column x: holds NaN or infinity; leave the field out"):
+        load_tasks(parquet)
+
+
 def test_what_is_no_file_of_rows_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     for name, why in (("rows.jsonl", "no such file"), ("rows-*", "no such file"), ("pipe.jsonl", "no plain file")):
