@@ -9,20 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import GptOssForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from baton.examples.lookup import vocabulary
 from service.observe.metrics_table import TABLE
 from service.observe.not_learning import FRESH, MIN_TOKENS, SYMPTOMS
-from service.rollout.chat.tokenizer import ROLES
 from service.run.folder import LOGS, read_lines
 from service.run.records.timeline import timeline_events
 from tests.e2e.conftest import ENDLESS, MARK, QUICK, Drive, Driver, LeftOver
 from tests.e2e.verdict import judged
-from tests.families.engine import small_model
 from tests.pure.timeline.schema import check_trace, seconds_named
 from tests.step_keys import without_meaning
 from tests.waiting import until
@@ -205,37 +199,6 @@ def test_each_kind_of_policy_is_the_same_in_two_engines_of_two_workers_as_in_the
     run = drive([*TWO_WORKERS, *settings, "generator.engines=2", "run.max_steps=10"])
     run.finish()
     assert_engine_and_trainer_agree(run, 10)
-
-
-HARMONY = """\
-{{- '<|start|>system<|message|>Reasoning: medium # Valid channels: analysis, commentary, final.<|end|>' }}
-{%- for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>
-{{- m.content }}{{ '<|return|>' if loop.last and not add_generation_prompt and m.role == 'assistant' else '<|end|>' }}
-{%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
-
-
-@pytest.mark.full
-def test_a_model_of_gpt_oss_learns_the_quickstart_with_its_template(drive: Drive, tmp_path: Path) -> None:
-    names = ("return", "start", "message", "channel", "end", "call")
-    specials = ["<|pad|>", "<|unk|>", *(f"<|{name}|>" for name in names)]
-    words = [*specials, *ROLES, "Reasoning:", "medium", "final", *vocabulary()]
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unk|>"))
-    backend.pre_tokenizer = WhitespaceSplit()
-    backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in specials])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|return|>", pad_token="<|pad|>", unk_token="<|unk|>"
-    )
-    tokenizer.chat_template = HARMONY
-    tokenizer.save_pretrained(tmp_path)
-    config = small_model("gpt_oss").config
-    config.update({"vocab_size": len(words), "pad_token_id": 0, "eos_token_id": words.index("<|return|>")})
-    config.update({"initializer_range": 0.02, "sliding_window": 64, "num_local_experts": 4})
-    GptOssForCausalLM(config).save_pretrained(tmp_path)
-    longer = ["model.warm_start.steps=1000", "model.warm_start.right_fraction=0.2"]  # its head is not tied
-    run = drive([*longer, "model.make=null", f"model.path={tmp_path}", "weights.verify=true", "metrics.port=0"])
-    run.finish()
-    assert run.summary()["reward_gain"] >= 0.3
-    assert_engine_and_trainer_agree(run, 100)
 
 
 @pytest.mark.full
