@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from service.errors import UserError
 from service.files import atomic_file, free_memory, matching
 from service.rollout.environment import is_text, refuse_other_role
 from service.rollout.exact_json import check_calls, exact_json
+
+log = logging.getLogger(__name__)
 
 FORMS = (".jsonl", ".parquet")
 SPLIT = re.compile(r"^(train|test|validation|valid|val|dev|eval)(?=[-_.])")
@@ -44,6 +47,8 @@ MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from)["']\s*:""")
 """The beginning of a text that is meant as a list of messages."""
 TWICE = re.compile(r"""\s*"\s*\[?\s*\{\s*\\"(?:role|content|from)\\"\s*:""")
 """The beginning of messages that were written as JSON twice."""
+SLOW_BYTES = 8 << 30
+"""From this number of characters on, a line says that reading a file takes minutes. (Its own size may be small.)"""
 TASK_BYTES = 800
 """Bytes of memory that reading one row takes if it has a short prompt and no other columns."""
 NO_ROOM = "need more memory than is free; give fewer rows, or a machine with more memory"
@@ -175,6 +180,8 @@ def _read_parquet(path: Path) -> list[Any]:
                 raise ValueError(f"its {count:,} rows {NO_ROOM}")
             for batch in file.iter_batches(BATCH_ROWS):
                 read = batch.to_pylist(maps_as_pydicts="strict" if "map<" in kinds else None)  # dicts are slower
+                if not rows and (size := len(str(read[0])) * count) > SLOW_BYTES:
+                    log.warning("dataset %s: reading its %d rows, about %d GiB, takes minutes", path, count, size >> 30)
                 is_long = batch.nbytes >= LONG_ROW_BYTES * len(batch)
                 is_odd = is_long or "dictionary<" in kinds or "map<" in kinds or _has_nulls(batch.to_struct_array())
                 rows += [_plain(row, known) for row in read] if is_odd else read

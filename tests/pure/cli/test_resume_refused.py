@@ -28,7 +28,7 @@ from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import rows_digest
 from service.rollout.prompts.rows import write_rows
 from service.run.checkpoints import MANIFEST, TRAINER, Checkpoints
-from service.run.folder import CHECKPOINTS, CONFIG, DRIVER_LOG, JOURNAL, LOGS, METRICS, SUMMARY, TARGETS
+from service.run.folder import CHECKPOINTS, CONFIG, DRIVER_LOG, JOURNAL, LOGS, METRICS, SUMMARY, TARGETS, initial_model
 from service.run.preparing.inputs import Prepared
 from service.run.records.writer import RunWriter
 
@@ -191,6 +191,34 @@ def test_a_run_that_has_nothing_to_go_on_from_is_refused_before_anything_is_load
     assert "because trainer.checkpoint_every is 0" in refused("run.max_steps=9", "trainer.checkpoint_every=0")
     (run / METRICS).write_text('{"trainer/global_step": 1, "sft/loss": 2.0}\n')
     assert "a training by baton sft is not resumed" in refused("run.max_steps=9")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda file, manifest: file.write_bytes(file.read_bytes()[:-1] + b"\x01"), "has other bytes"),
+        (lambda file, manifest: file.unlink(), "is missing"),
+        (lambda file, manifest: manifest.write_text(manifest.read_text()[:40]), "is damaged"),
+    ],
+    ids=["a flipped bit", "a file less", "half a manifest"],
+)
+def test_a_resumption_takes_the_checkpoint_before_the_damaged_ones_and_names_them(
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path, Path], object],
+    says: str,
+) -> None:
+    checkpoints, config = Checkpoints(run / CHECKPOINTS, keep=9), load_config([run / CONFIG])
+    model = initial_model(config.model, run)
+    for step in (STEP + 1, STEP + 2):
+        write_checkpoint(checkpoints, step, model, config)
+    newest, taken = checkpoints.path(STEP + 2), list[Any]()
+    damage(next((newest / TRAINER).glob("*.safetensors")), newest / MANIFEST)
+    monkeypatch.setattr(running, "_run_on_ray", lambda *arguments: taken.append(arguments[4].step) or 0)
+    assert main(["run", "--resume", str(run), "run.max_steps=9"]) == 0 and taken == [STEP + 1]
+    (line,) = [line for line in caplog.messages if f"step_{STEP + 2}: " in line]
+    assert says in line and line.endswith(f"that of step {STEP + 1} is taken")
 
 
 def test_a_resumption_without_its_journal_is_refused_and_begins_no_other_one(

@@ -18,6 +18,7 @@ import pytest
 import service.files
 from service.config.rollout import ColumnsConfig, DataConfig, EnvConfig
 from service.errors import UserError
+from service.rollout.prompts import rows as prompt_rows
 from service.rollout.prompts.dataset import COLUMN_BYTES, load_tasks, rows_digest
 from service.rollout.prompts.files import read_published, train_file
 from service.rollout.prompts.rows import TASK_BYTES, without_gc, write_rows
@@ -336,7 +337,10 @@ def test_a_text_that_is_meant_as_messages_is_never_the_users_text(tmp_path: Path
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_text_that_parquet_stores_once_for_many_rows_is_kept_once(tmp_path: Path, nested: bool) -> None:
+def test_a_text_that_parquet_stores_once_for_many_rows_is_kept_once(
+    tmp_path: Path, nested: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prompt_rows, "SLOW_BYTES", 2000 * 100_000)
     text = "a" * 100_000
     prompt: Any = [{"role": "user", "content": text}] if nested else text
     table = pa.table({"prompt": [prompt] * 100})
@@ -351,3 +355,6 @@ def test_a_text_that_parquet_stores_once_for_many_rows_is_kept_once(tmp_path: Pa
     tracemalloc.stop()
     assert len(tasks) == 2000 and tasks[-1].prompt[0]["content"] == text
     assert peak < 60 << 20
+    assert [line.partition(": ")[2] for line in caplog.messages] == [
+        "reading its 2000 rows, about 0 GiB, takes minutes"
+    ]
