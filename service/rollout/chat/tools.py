@@ -86,6 +86,8 @@ def is_shallow(value: Any) -> bool:
 async def tool_answer(calls: Sequence[ToolCall | BadCall], tools: Mapping[str, Tool]) -> StepResult:
     """Call the tools and return their answers; a call that cannot be made gets an error message as its answer."""
     answers = [Message(role="tool", content=await _answer(call, tools)) for call in calls]
+    for answer, call in zip(answers, calls, strict=True):
+        answer |= {"name": call.name} if isinstance(call, ToolCall) else {}  # some templates show it
     bad = sum(message["content"].startswith("error: ") for message in answers)
     return StepResult(answers, 0.0, False, {"tool_calls": float(len(calls)), "bad_tool_calls": float(bad)})
 

@@ -50,11 +50,11 @@ async def test_each_call_of_a_response_is_answered_in_its_order_by_its_tool_or_w
     assert read == [ToolCall("double", {"number": 21}), ToolCall("halve", {}), ToolCall("double", {"w": 1})]
     assert tool_calls("no call at all") == []
     result = await tool_answer([*read, BadCall("no JSON")], {"double": double})
-    assert [(message["role"], message["content"]) for message in result.messages] == [
-        ("tool", "42"),
-        ("tool", "error: there is no tool 'halve', only double"),
-        ("tool", "error: double: missing a required argument: 'number'"),
-        ("tool", "error: no JSON"),
+    assert [(of["role"], of.get("name"), of["content"]) for of in result.messages] == [
+        ("tool", "double", "42"),
+        ("tool", "halve", "error: there is no tool 'halve', only double"),
+        ("tool", "double", "error: double: missing a required argument: 'number'"),
+        ("tool", None, "error: no JSON"),
     ]
     assert result.info == {"tool_calls": 4.0, "bad_tool_calls": 3.0}
 
