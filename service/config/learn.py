@@ -162,7 +162,7 @@ class TrainerConfig(Section):
     min_lr_fraction: Fraction = 0.0
     """For `linear` and `cosine`: final learning rate, as a fraction of `lr`."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's decoupled weight decay, a factor of the learning rate."""
+    """AdamW's decoupled weight decay, a factor of the learning rate; not of norms and biases."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's decay rates of the means of gradient and squared gradient."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0

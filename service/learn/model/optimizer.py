@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,9 +105,12 @@ class Optimizer:
 
     def __init__(self, master_weights: MasterWeights, betas: tuple[float, float], weight_decay: float) -> None:
         self._master_weights = master_weights
-        self._adam = torch.optim.AdamW(
-            list(master_weights.tensors.values()), lr=0.0, betas=betas, weight_decay=weight_decay, fused=True
-        )
+        masters = master_weights.tensors.values()
+        groups: list[dict[str, Any]] = [
+            {"params": [master for master in masters if master.ndim > 1]},
+            {"params": [master for master in masters if master.ndim < 2], "weight_decay": 0.0},  # norms, biases
+        ]
+        self._adam = torch.optim.AdamW(groups, lr=0.0, betas=betas, weight_decay=weight_decay, fused=True)
 
     def step(self, lr: float, grad_norm: float, max_grad_norm: float) -> None:
         """Take an optimizer step with the gradients of the master weights, clipped to the norm `max_grad_norm`; then

@@ -21,7 +21,10 @@ from tests.pure.learn.builders import CPU, made_rows, settings
 
 def test_losses_and_steps_are_those_of_transformers_and_adam(model_folder: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="eager")
-    adam = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    vectors = [weight for weight in reference.parameters() if weight.ndim == 1]  # norms do not decay
+    groups = [[weight for weight in reference.parameters() if weight.ndim > 1], vectors]
+    decays = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.1, 0.0), strict=True)]
+    adam = torch.optim.AdamW(decays, lr=1e-3, betas=(0.9, 0.95))
     trainer = {"max_tokens_per_micro_batch": 40, "betas": (0.9, 0.95), "weight_decay": 0.1}
     config = settings(trainer=trainer, dtype="float64")
     supervised = SupervisedSteps(config, Policy(config, model_folder, CPU, 0, 1))
