@@ -105,7 +105,7 @@ def test_tiny_tasks_are_learned_in_containers_with_and_without_kills(busybox: st
     began, struck, ledger = time.monotonic(), Counter[str](), LedgerWatch(folder)
     with started(busybox, tmp_path) as run, ExitStack() as stack:
         stack.callback(ledger.stop)
-        steps = 16
+        steps = 24
         for number in range(kills):
             deadline, victim = time.monotonic() + STEP_SECONDS, VICTIMS[number % len(VICTIMS)]
             while step_of(folder) < 1 + number * (steps - 2) / kills and run.poll() is None:
