@@ -182,9 +182,11 @@ def _outcome(body: Mapping[str, Any]) -> Outcome:
     """The trajectory's result in the body of a request: its reward, its status, and further values.
 
     Raises:
-        Refused: the reward is a bool.
+        Refused: the reward is a bool, or a field is unknown.
         NotAllowed: a value is not allowed.
     """
+    if unknown := body.keys() - {*Outcome._fields, "transcript"}:
+        raise Refused(400, min(unknown), f"is none of {', '.join(Outcome._fields)}, transcript")
     if isinstance(body.get("reward"), bool):
         raise Refused(400, "reward", f"{NEEDED} is needed")
     return Outcome(**{name: body[name] for name in Outcome._fields if name in body}).plain()

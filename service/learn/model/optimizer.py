@@ -105,11 +105,9 @@ class Optimizer:
 
     def __init__(self, master_weights: MasterWeights, betas: tuple[float, float], weight_decay: float) -> None:
         self._master_weights = master_weights
-        masters = master_weights.tensors.values()
-        groups: list[dict[str, Any]] = [
-            {"params": [master for master in masters if master.ndim > 1]},
-            {"params": [master for master in masters if master.ndim < 2], "weight_decay": 0.0},  # norms, biases
-        ]
+        groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+        for name, master in master_weights.tensors.items():  # norms and biases; an expert's bias has two axes
+            groups[master.ndim < 2 or name.endswith("bias")]["params"].append(master)
         self._adam = torch.optim.AdamW(groups, lr=0.0, betas=betas, weight_decay=weight_decay, fused=True)
 
     def step(self, lr: float, grad_norm: float, max_grad_norm: float) -> None:

@@ -291,6 +291,7 @@ async def test_a_reward_over_http_counts_where_the_end_brings_none_and_nonsense_
         {"reward": True},
         {"reward": 10**400},
         {"reward": 1, "status": "fine"},
+        {"score": 1},
     ):
         for verb in ("reward", "finish"):
             assert (await client.post(f"{url}/{verb}", body))[0] == 400

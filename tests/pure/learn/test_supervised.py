@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from service.config.tree import WarmStartConfig
 from service.errors import RunFailed
 from service.learn.learner import Learner
+from service.learn.model.optimizer import MasterWeights, Optimizer
 from service.learn.model.policy import Policy
 from service.learn.supervised import SupervisedSteps
 from service.types import SupervisedRow
@@ -75,3 +76,13 @@ def test_the_warm_start_draws_demonstrations_and_its_learning_rate_rises_and_fal
     assert rates == pytest.approx([1.0, *(2.0 * (1 - step / 20) for step in range(1, 20))])
     assert all(len(set(lengths)) == 3 for lengths in drawn), "a demonstration comes at most once a step"
     assert len({tuple(lengths) for lengths in drawn}) > 1
+
+
+def test_weight_decay_spares_the_biases_of_experts_too() -> None:
+    model = nn.Module()
+    model.experts, model.experts_bias = nn.Parameter(torch.ones(2, 3, 3)), nn.Parameter(torch.ones(2, 3))
+    optimizer = Optimizer(MasterWeights(model, torch.float32, False, False), (0.9, 0.95), weight_decay=0.1)
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step(lr=0.5, grad_norm=0.0, max_grad_norm=1.0)
+    assert torch.all(model.experts == 0.95) and torch.all(model.experts_bias == 1.0)
