@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from service.errors import UserError
-from service.run.folder import LOGS, NEWEST_HELP, SUMMARY, count, run_folder
+from service.run.folder import LOGS, NEWEST_HELP, SUMMARY, count, refuse_larger, run_folder
 from service.run.phases import say
-from service.run.records.log_file import SUFFIX
+from service.run.records.log_file import LOG_BYTES, SUFFIX
 
 ABOUT = """\
 Print the newest lines of a run's logs in the order of their times. With --follow, print them part by part, then new
@@ -58,6 +58,7 @@ def _files(folder: Path, part: str | None) -> list[Path]:
     files = sorted(file for file in folder.glob(f"*{SUFFIX}") if file.is_file())
     chosen = [file for file in files if part in (None, file.stem)]
     if chosen:
+        refuse_larger(chosen, 2 * LOG_BYTES * len(chosen))
         return chosen
     there = ", ".join(file.stem for file in files)
     raise UserError(f"{part}: no part of this run; it has {there}" if files else f"{folder}: there are no logs")

@@ -51,6 +51,11 @@ def test_a_part_that_is_not_there_is_one_line_with_those_that_are(run: Path, ref
     assert "it has buffer, driver, trainer-0" in refused("logs", run, "generator-7")
 
 
+def test_a_log_larger_than_a_run_writes_is_refused_unread(run: Path, refused: Refused) -> None:
+    os.truncate(run / LOGS / "buffer.log", 4 << 30)
+    assert "but no run writes more than" in refused("logs", run)
+
+
 def test_following_goes_on_with_lines_of_every_part_also_after_a_log_was_renamed(run: Path) -> None:
     command = [sys.executable, "-m", "service", "logs", str(run), "--follow"]
     following = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ})
