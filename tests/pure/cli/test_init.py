@@ -36,6 +36,7 @@ def test_a_new_task_is_written_and_what_comes_next_is_said(
     folder = Path("work/my-task")
     assert sorted(path.name for path in folder.iterdir()) == FILES
     assert all(PLACEHOLDER not in path.read_text() for path in folder.iterdir())
+    assert (folder / ".gitignore").read_text().split() == ["runs/", "models/"], "Ray uploads the rest with a job"
     said, readme = capsys.readouterr().out, (folder / "README.md").read_text()
     assert "cd work/my-task" in said and "baton run --config config.yaml" in said
     assert readme.startswith("# my-task\n") and [name for name in FILES[2:] if f"`{name}`" not in readme] == []
