@@ -78,10 +78,12 @@ def with_names(messages: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         check_calls(message)
         newest: dict[Any, list[Any]] = {}
         for call in message.get("tool_calls") or ():
-            if not isinstance(function := call.get("function"), Mapping) or not isinstance(function.get("name"), str):
-                raise ValueError(f'a call needs "function" with a name, not {call!r:.80}')
+            function = call.get("function") if isinstance(call, Mapping) else None
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(name, str) or not isinstance(call.get("id"), str | None):
+                raise ValueError(f'a call needs "function" with a name, and an id that is a text, not {call!r:.80}')
             for key in {call.get("id"), None}:  # an answer without an id is that of the next call
-                newest.setdefault(key, []).append(function["name"])
+                newest.setdefault(key, []).append(name)
         names |= newest
         yield message
 

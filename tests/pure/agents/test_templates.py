@@ -227,6 +227,8 @@ def test_an_answer_of_a_tool_has_the_name_of_its_call_also_if_ids_come_again_or_
     ("call", "told"),
     [
         ({"tool_calls": [{"name": "search", "arguments": {}}]}, 'a call needs "function" with a name'),
+        ({"tool_calls": ["search"]}, 'a call needs "function" with a name'),
+        ({"tool_calls": [{"id": [1], "function": {"name": "search"}}]}, "an id that is a text"),
         ({"tool_calls": [{"function": "search"}]}, 'a call needs "function" with a name'),
         ({"function_call": {"name": "search", "arguments": "{}"}}, "write the call into `tool_calls`"),
     ],
