@@ -257,6 +257,7 @@ class Chat:
             begins = [-1, *np.flatnonzero(message == self._begins).tolist()][-1] + 1
             header, text = self.text(message[:begins], True), self.text(message[begins:]) if begins else ""
             if call := CALL_HEADER.search(header):
+                text = text.replace("</tool_call>", r"<\/tool_call>")  # the same text in JSON
                 answer += f'<tool_call>{{"name": "{call[1]}", "arguments": {text}}}</tool_call>'
             elif header.endswith(self._header):
                 answer += text

@@ -336,6 +336,10 @@ THOUGHT = "<s>analysis<|user|>2+2<|im_end|><|im_start|>assistant"
             f'{THOUGHT} to=functions.add<s>json<|user|>{{"x": 2}}<|tool|>',
             '<think>2+2</think><tool_call>{"name": "add", "arguments": {"x": 2}}</tool_call>',
         ),
+        (
+            '<s>commentary to=functions.add<s>json<|user|>{"x": "</tool_call>"}<|tool|>',
+            r'<tool_call>{"name": "add", "arguments": {"x": "<\/tool_call>"}}</tool_call>',
+        ),
     ],
 )
 def test_the_text_of_a_turn_of_several_messages_has_no_headers(sampled: str, text: str) -> None:
