@@ -342,6 +342,7 @@ def _checked_experts(model_folder: Path, generation: Generation) -> np.dtype[Any
 
 def build(arguments: dict[str, Any], with_load: bool = False) -> tuple[AsyncLLM, LoadRecorder | None]:
     """Start an engine. Returns the engine, and the recorder of its load (None unless `with_load`)."""
+    from transformers import PreTrainedTokenizerFast
     from vllm import AsyncEngineArgs
     from vllm.v1.engine import logprobs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -356,6 +357,8 @@ def build(arguments: dict[str, Any], with_load: bool = False) -> tuple[AsyncLLM,
     if not on_gpu():
         register()
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[LoadRecorder] if with_load else None)
+    if llm.output_processor.tokenizer is not None:  # for stop texts; vLLM's own may decode otherwise
+        llm.output_processor.tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments["model"])
     loggers = llm.logger_manager.stat_loggers if llm.logger_manager is not None else []
     return llm, next((logger for logger in loggers if isinstance(logger, LoadRecorder)), None)
 

@@ -1,6 +1,7 @@
 """The engine against a Hugging Face forward pass of the same weights, before, during and after updates."""
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,16 +17,9 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save, save_file
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Metaspace
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors.engine.engine_load import EngineLoad
 from actors.engine.vllm_engine import VllmEngine, WeightUpdate, engine_env
@@ -41,6 +35,8 @@ pytestmark = pytest.mark.slow
 
 VOCABULARY = 80
 END = 2
+LETTERS = "Ġ" + "".join(map(chr, range(ord("!"), ord("!") + 39)))
+"""The tokens of a tokenizer; the first is a space."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -185,9 +181,11 @@ def engine(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: py
     """Serves `dense(0)` as version 1.0 to begin with; its tokenizer has fewer tokens than its head has rows, and its
     folder stores the tied head too."""
     folder = tmp_path_factory.mktemp("dense")
-    words = Tokenizer(WordLevel({f"▁{number}": number for number in range(40)}, "▁0"))
-    words.pre_tokenizer = Metaspace()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    letters = Tokenizer(BPE({letter: number for number, letter in enumerate(LETTERS)}, []))
+    letters.decoder = ByteLevel()
+    letters.save(str(folder / "tokenizer.json"))
+    # With this class transformers would decode other texts.
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizerFast"}))
     engine = made(folder, dense(0), of_workers(CONFIG, request.param, stop=["never said"]))
     head = {"lm_head.weight": dense(0).lm_head.weight.detach().clone()}
     save_file(weights_of(dense(0)) | head, folder / "model.safetensors", {"format": "pt"})
@@ -242,6 +240,14 @@ def test_a_turn_ends_at_a_sampled_end_or_at_its_length_and_says_which(engine: An
     assert (ended.stop_reason, ended.sampled_end) == ("stop", True)
     assert ended.token_ids[-1] in (*ends, END) and not set(ended.token_ids[:-1].tolist()) & {*ends, END}
     assert len(cut.token_ids) == 1 and (cut.stop_reason, cut.sampled_end) in (("length", False), ("stop", True))
+
+
+def test_a_stop_text_is_found_in_the_text_that_tokenizer_json_gives(engine: Any) -> None:
+    sampling = Sampling(max_tokens=200, temperature=2.0, stop=(" ",))
+    turns = ray.get([engine.generate.remote(prompt(seed), sampling, "r") for seed in range(8)])
+    spaces = [turn.token_ids.tolist().index(0) for turn in turns if 0 in turn.token_ids]
+    stopped = [turn for turn in turns if turn.stop_reason == "stop" and not turn.sampled_end]
+    assert spaces == [len(turn.token_ids) - 1 for turn in stopped] != []
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
