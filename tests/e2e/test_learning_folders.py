@@ -4,21 +4,24 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoTokenizer, GptOssForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssForCausalLM, PreTrainedTokenizerFast
 
 from actors.driver.prepare import prepare
 from baton.examples.lookup import vocabulary
 from service.config import load_config
 from service.rollout.chat.tokenizer import ROLES
-from tests.e2e.conftest import ROOT, Drive
+from service.run.folder import TRAJECTORIES, read_lines
+from tests.e2e.conftest import ROOT, Drive, Driver
 from tests.e2e.test_quickstart import assert_engine_and_trainer_agree
 from tests.families.engine import small_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1500)]
 
+PADDING = 300
 HARMONY = """\
 {{- '<|start|>system<|message|>Reasoning: medium # Valid channels: analysis, commentary, final.<|end|>' }}
 {%- for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>
@@ -26,12 +29,37 @@ HARMONY = """\
 {%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
 
-def learned(drive: Drive, folder: Path, *settings: str) -> None:
-    """Run the quick start with the model of a folder; it learns the task."""
+def learned(drive: Drive, folder: Path, *settings: str) -> Driver:
+    """A run of the quick start with the model of a folder, which learns the task."""
     run = drive([*settings, "model.make=null", f"model.path={folder}", "weights.verify=true", "metrics.port=0"])
     run.finish()
     assert run.summary()["reward_gain"] >= 0.3
     assert_engine_and_trainer_agree(run, 100)
+    return run
+
+
+def test_rows_of_the_head_beyond_the_tokenizer_are_trained_as_they_are_sampled(drive: Drive) -> None:
+    warm = drive(["run.max_steps=1", "run.name=warm", "metrics.port=0"])
+    warm.finish()
+    folder = warm.folder / "final"
+    model, words = AutoModelForCausalLM.from_pretrained(folder), len(AutoTokenizer.from_pretrained(folder))
+    # words that the policy knows, a little less likely: a fifth of what it samples at first is padding
+    head = model.resize_token_embeddings(words + PADDING, mean_resizing=False).weight
+    with torch.no_grad():
+        head[words:] = 0.6 * head[torch.arange(PADDING) % words]
+    model.save_pretrained(folder)
+    run = learned(drive, folder, "model.warm_start=null")
+    records = list(read_lines(run.folder / TRAJECTORIES))
+
+    def share(of: range) -> float:
+        """The part of the tokens that are padding and carry loss."""
+        steps = [step for one in records if one["optimizer_step"] in of for step in one["steps"]]
+        pairs = [pair for step in steps for pair in zip(step["response_ids"], step["loss_mask"], strict=True)]
+        return sum(token >= words and trained for token, trained in pairs) / len(pairs)
+
+    first, last = share(range(1, 11)), share(range(91, 101))
+    print(f"trained padding: {first:.3f} at first, {last:.3f} at last")
+    assert first > 0.1 > 2 * last
 
 
 def test_a_pad_token_that_is_the_end_is_learned_as_an_end(drive: Drive, tmp_path: Path) -> None:
