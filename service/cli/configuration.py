@@ -107,13 +107,14 @@ def _mistakes(config: Config) -> tuple[list[str], list[str]]:
         from service.run.preparing.inputs import check_first_adapter
 
         looks.append(lambda: check_first_adapter(with_absolute_paths(config).model))
-    found: dict[str, str] = {}
+    found: list[str] = []
     for look in looks:
+        told = {line.partition(": ")[0] for line in found}
         try:
             look()
         except UserError as error:
-            found |= {of: line for line in str(error).splitlines() if (of := line.partition(": ")[0]) not in found}
-    return [*found.values()], missing
+            found += [line for line in str(error).splitlines() if line.partition(": ")[0] not in told]
+    return found, missing
 
 
 def _estimates(config: Config) -> list[str]:

@@ -123,12 +123,19 @@ def test_wrong_input_is_one_line_and_code_2(
     assert err.startswith("baton") and message in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("wrong", [[], ["buffer.lookahed=1"], ["env.max_turns=0", "scorers.k.use=no_module:f"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["generator.concurrent_groups=1", "generator.concurrent_groups=1"],  # for a mini-batch, and for the engines
+        ["buffer.lookahed=1"],
+        ["env.max_turns=0", "scorers.k.use=no_module:f"],
+    ],
+)
 def test_mistakes_of_several_kinds_are_told_together(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Those of settings, of code and of files, each once; a misspelled name is not judged by what it is not."""
     settings = [*wrong, "algorithm.returns=last", "algorithm.credit=return_to_go", "algorithm.estimator=gprp"]
     settings += ["env.name=lokup", "scorers.j.use=json:lods", "data.eval.dev=/no.jsonl"]
-    assert main(["config", "validate", "--config", QUICKSTART, *settings]) == 2
+    assert main(["config", "validate", "--config", QUICKSTART, "generator.engines=2", *settings]) == 2
     told = [line.split()[2].partition("=")[0] for line in capsys.readouterr().err.splitlines()]
     assert sorted([*told, "algorithm.returns"]) == sorted(word.partition("=")[0] for word in settings)
 
