@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssForCausalLM,
 from actors.driver.prepare import prepare
 from baton.examples.lookup import vocabulary
 from service.config import load_config
-from service.rollout.chat.tokenizer import ROLES
+from service.rollout.chat.tokenizer import ROLES, make_tokenizer, words_of
 from service.run.folder import TRAJECTORIES, read_lines
 from tests.e2e.conftest import ROOT, Drive, Driver
 from tests.e2e.test_quickstart import assert_engine_and_trainer_agree
-from tests.families.engine import small_model
+from tests.families.engine import of_kind, small_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1500)]
 
@@ -55,7 +55,8 @@ def test_rows_of_the_head_beyond_the_tokenizer_are_trained_as_they_are_sampled(d
         """The part of the tokens that are padding and carry loss."""
         steps = [step for one in records if one["optimizer_step"] in of for step in one["steps"]]
         pairs = [pair for step in steps for pair in zip(step["response_ids"], step["loss_mask"], strict=True)]
-        return sum(token >= words and trained for token, trained in pairs) / len(pairs)
+        padding: int = sum(token >= words and trained for token, trained in pairs)
+        return padding / len(pairs)
 
     first, last = share(range(1, 11)), share(range(91, 101))
     print(f"trained padding: {first:.3f} at first, {last:.3f} at last")
@@ -69,6 +70,17 @@ def test_a_pad_token_that_is_the_end_is_learned_as_an_end(drive: Drive, tmp_path
     tokenizer.save_pretrained(folder)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": tokenizer.eos_token_id}))
     learned(drive, folder)
+
+
+def test_an_adapter_on_the_language_model_of_a_multimodal_folder_learns(drive: Drive, tmp_path: Path) -> None:
+    config = small_model("gemma3", 0, multimodal=True).config
+    words = words_of(vocabulary())
+    layers = ["sliding_attention", "full_attention"]
+    config.text_config.update({"layer_types": layers, "num_hidden_layers": 2, "sliding_window": 64})
+    config.text_config.update({"vocab_size": len(words), "initializer_range": 0.02})
+    of_kind(config).from_config(config).save_pretrained(tmp_path)
+    make_tokenizer(tmp_path, vocabulary())
+    learned(drive, tmp_path, "model.lora.rank=16", "trainer.lr=1e-3")
 
 
 def test_a_model_of_gpt_oss_learns_with_its_template(drive: Drive, tmp_path: Path) -> None:
