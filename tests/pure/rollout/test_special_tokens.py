@@ -7,14 +7,16 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.decoders import Metaspace as MetaspaceDecoder
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from service.rollout.chat.chat import Chat, MessagesRefused
+from service.rollout.chat.chat import Chat, MessagesRefused, SpecialTokens
 
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "<|user|>", "<|tool|>", "<unk>")
 ORDINARY = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -146,3 +148,12 @@ def test_what_is_no_plain_value_is_refused(chat: Chat, content: Any, reason: str
     endless.append(endless)
     with pytest.raises(MessagesRefused, match="RecursionError"):
         chat.prompt([{"role": "user", "content": endless}])  # type: ignore[typeddict-item]
+
+
+@pytest.mark.parametrize("text", ["17", " 17", "look 17"])
+def test_a_text_that_follows_other_tokens_gets_no_space_of_sentencepiece(text: str) -> None:
+    backend = Tokenizer(BPE({piece: i for i, piece in enumerate(("<s>", "\u2581", *"look17=~\n"))}, []))
+    backend.pre_tokenizer, backend.decoder = Metaspace(), MetaspaceDecoder()
+    tokens = SpecialTokens(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<s>"))
+    first, following = tokens.encode("look"), tokens.encode(text, continues=True)
+    assert tokens.decode(np.concatenate([first, following])) == f"look{text}"
