@@ -27,30 +27,31 @@ class InexactJson(ValueError):
         super().__init__(f"{self.field} {self.reason}".lstrip())
 
 
-def exact_json(text: str | bytes, keeps_null: bool = True, field: str = "") -> Any:
+def exact_json(text: str | bytes, keeps_null: bool = True, field: str = "", keeps_half: bool = True) -> Any:
     """Parse JSON; without `keeps_null`, fields that are null are left out. `field`: the text's path in errors.
 
     Raises:
         InexactJson: a value would be changed.
-        ValueError: the text is no JSON.
+        ValueError: the text is no JSON; or it has half of a surrogate pair, without `keeps_half`.
         RecursionError: it is nested too deeply.
     """
     written = text.encode(errors="surrogatepass") if isinstance(text, str) else text
-    if keeps_null or b"null" not in written:
-        with suppress(ValueError, OverflowError, RecursionError):  # the slower way below names the field
-            value = msgspec.json.decode(written)
-            if msgspec.json.encode(value).count(b'"') == written.count(b'"') + written.count(rb"\u0022"):
-                return value  # no quote is lost, so no key comes twice
+    with suppress(ValueError, OverflowError, RecursionError):  # the slower way below names the field
+        value = msgspec.json.decode(written)
+        if msgspec.json.encode(value).count(b'"') == written.count(b'"') + written.count(rb"\u0022"):
+            # No quote is lost, so no key comes twice.
+            return value if keeps_null or b"null" not in written else _without_nulls(value)
 
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        read = {name: value for name, value in pairs if keeps_null or value is not None}
         twice = Counter(name for name, _ in pairs) if len(dict(pairs)) < len(pairs) else {}
-        return read | {name: nan for name, times in twice.items() if times > 1}
+        return dict(pairs) | {name: nan for name, times in twice.items() if times > 1}
 
     value = json.loads(written.decode(errors="surrogatepass"), object_pairs_hook=object_of)
     if (wrong := _not_finite(value)) is not None:
         raise InexactJson(field + wrong)
-    return value
+    if not keeps_half:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value if keeps_null else _without_nulls(value)
 
 
 def check_calls(message: Mapping[str, Any]) -> None:
@@ -73,3 +74,9 @@ def _not_finite(value: Any) -> str | None:
         if (inner := _not_finite(of)) is not None:
             return (f".{name}" if isinstance(value, dict) else f"[{name}]") + inner
     return None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(of) for name, of in value.items() if of is not None}
+    return [_without_nulls(of) for of in value] if isinstance(value, list) else value

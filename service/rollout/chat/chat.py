@@ -166,7 +166,8 @@ class Chat:
         """Number of rows of the model's head: all token ids are below it. The tokenizer may lack some ids."""
         self._template_options = dict(template_options or {})
         names = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ()
-        if len(names) > 1 and "chat_template" not in self._template_options:  # tools would choose anew for each prompt
+        chosen = str(self._template_options.get("chat_template", "" if len(names) > 1 else "default"))
+        if names and chosen not in names and "{" not in chosen:  # tools would choose anew for each prompt
             told = "so name one for the whole run: generator.chat_template_options={chat_template: NAME}"
             raise UserError(f"model.path: the tokenizer has the chat templates {', '.join(names)}, {told}")
         self._special_tokens = SpecialTokens(tokenizer)
@@ -304,7 +305,8 @@ class Chat:
         `tool_form`'s."""
         for role in {message["role"] for message in messages} - ROLES:
             is_compared = rf"""role[^%}}]*["']{re.escape(role)}\\?["']"""
-            if not re.search(is_compared, str(self._tokenizer.chat_template)):
+            named = self._template_options.get("chat_template")
+            if not re.search(is_compared, self._tokenizer.get_chat_template(named)):
                 raise MessagesRefused(f"the chat template names no role {role!r:.80}; use {', '.join(sorted(ROLES))}")
         if any(message.get("function_call") for message in messages):
             raise MessagesRefused("no template shows `function_call`; write the call into `tool_calls`")
@@ -330,7 +332,8 @@ class Chat:
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         following = self._special_tokens.encode(self._after_mark([Message(role="user", content="?")])).tolist()
         closing = following[0] if following and following[0] in special else self.end_id
-        opens = self._special_tokens.encode(self._render([Message(role="user", content=MARK)]).partition(MARK)[0])
+        before, _, after = self._render([Message(role="user", content=MARK)]).partition(MARK)
+        opens, closes = self._special_tokens.encode(before), self._special_tokens.encode(after).tolist()
         is_next = closing in [of for of in opens.tolist() if of in special][-1:]  # GLM: `<|user|>` ends a turn
         self.closing_id = None if is_next else closing
         is_part = closing not in self.end_ids and self._find_header()  # gpt-oss: it ends each message of a turn
@@ -344,7 +347,8 @@ class Chat:
         ends = [of for of in self._special_tokens.encode(further).tolist() if of in special][:1]
         self.end_ids = tuple(dict.fromkeys((self.end_id, *self.end_ids, *ends)))
         self._all_ends = {closing, *self.end_ids}
-        framing = {*self._all_ends, *opens.tolist(), self._tokenizer.bos_token_id, self._tokenizer.pad_token_id}
+        others = (self._tokenizer.bos_token_id, self._tokenizer.pad_token_id, self._tokenizer.unk_token_id)
+        framing = {*self._all_ends, *opens.tolist(), *[of for of in closes if of in special][:1], *others}
         added = {of: token for of, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         self._tags = {of for of, token in added.items() if of not in framing and TAG.fullmatch(token.content)}
         self._hidden = added.keys() - self._tags

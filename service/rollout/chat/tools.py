@@ -10,7 +10,6 @@ Each call is answered by one message of the role `tool`. A response without a ca
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -63,10 +62,9 @@ def read_json(written: str | bytes) -> Any:
         ValueError: the text is not such a value.
     """
     try:
-        value = exact_json(written)
+        value = exact_json(written, keeps_half=False)
     except RecursionError as error:
         raise ValueError(str(error)) from error
-    json.dumps(value, ensure_ascii=False).encode()  # refuses half of a surrogate pair
     if not is_shallow(value):
         raise ValueError(f"objects and lists are nested more than {MAX_DEPTH} deep")
     return value

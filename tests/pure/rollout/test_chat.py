@@ -63,20 +63,28 @@ def test_tokenizer_json_decides_the_tokens_and_not_the_class_that_the_folder_nam
 
 def test_a_tag_that_the_tokenizer_calls_special_stays_in_the_text_and_frames_and_ends_do_not() -> None:
     tokenizer = tokenizer_of(THINKING_AND_JSON)
-    tags = ("<seed:think>", "</seed:think>", "[TOOL_CALLS]", "<|vision|>")
+    tags = ("<seed:think>", "</seed:think>", "[TOOL_CALLS]", "<|vision|>", "[INST]", "[/INST]", "[UNK]")
     tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in tags], special_tokens=True)
     said = "<|im_start|><seed:think>plan</seed:think> [TOOL_CALLS]f{}<|vision|></s>"
     token_ids = np.array(tokenizer.encode(said, add_special_tokens=False), np.int32)
     assert Chat(tokenizer).text(token_ids) == "<seed:think>plan</seed:think> [TOOL_CALLS]f{}"
+    told = "{% for m in messages %}{{ {'user': '[INST]%s[/INST]'}.get(m.role, '%s</s>') % m.content }}{% endfor %}"
+    tokenizer.unk_token, tokenizer.chat_template = "[UNK]", told
+    token_ids = np.array(tokenizer.encode("a[TOOL_CALLS]b[UNK][/INST][INST]", add_special_tokens=False), np.int32)
+    assert Chat(tokenizer).text(token_ids) == "a[TOOL_CALLS]b"
 
 
 def test_of_several_templates_one_is_named_for_first_prompts_and_for_what_follows() -> None:
     tokenizer = tokenizer_of("")
     other = CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT.replace("<tool_response>", "<result>")
     tokenizer.chat_template = {"default": CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT, "tool_use": other}
-    with pytest.raises(UserError, match="templates default, tool_use, so name one"):
-        Chat(tokenizer)
+    for options in ({}, {"chat_template": "tools_use"}):
+        with pytest.raises(UserError, match="templates default, tool_use, so name one"):
+            Chat(tokenizer, options)
+    tokenizer.chat_template["default"] += "{# m.role == 'critic' #}"
     chat = Chat(tokenizer, {"chat_template": "tool_use"})
+    with pytest.raises(MessagesRefused, match="names no role 'critic'"):
+        chat.prompt([Message(role="critic", content="17")])
     answer = Message(role="tool", content="17")
     assert all("<result>" in chat.text(ids) for ids in (chat.prompt([*ASK, answer]), chat.delta([answer], chat.end_id)))
 
