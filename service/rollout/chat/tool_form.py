@@ -66,25 +66,29 @@ FORMS = [ToolForm(place, is_short) for place in ("called", "alone") for is_short
 
 def with_names(messages: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     """The messages; an answer of a tool that has no name gets the name of its call. It answers the newest calls with
-    its id, in their order: ids may come again in later turns, or be missing.
+    its id, in their order: ids may come again in later turns, or be missing in calls or answers.
 
     Raises:
         ValueError: a call has no function with a name, or its arguments are not exact JSON.
     """
-    names: dict[Any, list[Any]] = {}
+    names, left = dict[Any, str](), list[tuple[Any, str]]()
     for message in messages:
-        if message["role"] == "tool" and not message.get("name") and (left := names.get(message.get("tool_call_id"))):
-            message = {**message, "name": left.pop(0) if len(left) > 1 else left[0]}
+        if message["role"] == "tool":
+            of, own = message.get("tool_call_id"), message.get("name")
+            fits = [call for call in left if of in (None, call[0]) or (call[0] is None and of not in names)]
+            if fit := next((call for call in fits if own in (None, "", call[1])), None):
+                left.remove(fit)
+            if not own and (name := fit[1] if fit else names.get(of)):
+                message = {**message, "name": name}
         check_calls(message)
-        newest: dict[Any, list[Any]] = {}
+        left = [] if message.get("tool_calls") else left
         for call in message.get("tool_calls") or ():
             function = call.get("function") if isinstance(call, Mapping) else None
             name = function.get("name") if isinstance(function, Mapping) else None
             if not isinstance(name, str) or not isinstance(call.get("id"), str | None):
                 raise ValueError(f'a call needs "function" with a name, and an id that is a text, not {call!r:.80}')
-            for key in {call.get("id"), None}:  # an answer without an id is that of the next call
-                newest.setdefault(key, []).append(name)
-        names |= newest
+            left.append((call.get("id"), name))
+            names |= {call.get("id"): name, None: name}
         yield message
 
 

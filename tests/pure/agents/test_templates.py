@@ -203,16 +203,16 @@ async def test_what_the_next_prompt_holds_is_what_the_template_renders(
 @pytest.mark.parametrize("read", [list, read_messages], ids=["data", "clients"])
 @pytest.mark.parametrize(("first", "second"), [("a", "b"), ("a", "a"), (None, None)])
 @pytest.mark.parametrize("turns", [1, 2])
-@pytest.mark.parametrize("has_ids", [True, False])
+@pytest.mark.parametrize("have_ids", [("search", "fetch"), ("search",), ()])
 def test_an_answer_of_a_tool_has_the_name_of_its_call_also_if_ids_come_again_or_are_missing(
-    read: Any, first: str | None, second: str | None, turns: int, has_ids: bool
+    read: Any, first: str | None, second: str | None, turns: int, have_ids: tuple[str, ...]
 ) -> None:
     given = {"search": first, "fetch": second}
     calls = [
         {"type": "function", "id": of, "function": {"name": name, "arguments": "{}"}} for name, of in given.items()
     ]
     answers = [
-        {"role": "tool", "content": f"from {name}", **({"tool_call_id": of} if has_ids else {})}
+        {"role": "tool", "content": f"from {name}", **({"tool_call_id": of or name} if name in have_ids else {})}
         for name, of in given.items()
     ]
     asked = {"role": "assistant", "content": ""}
