@@ -9,6 +9,7 @@ a signal to the driver's process group does not end the watchdog.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import shutil
@@ -31,16 +32,20 @@ QUIET = 0.5
 """If no marked process was found for this many seconds, all processes of the run have ended."""
 DEADLINE = 15.0
 """Seconds after which the watchdog stops its attempts on a process that cannot be killed."""
+NO_RAYLET = "Ray's raylet has ended, and without it no part of the run can go on"
+IN_ORDER = "in-order"
+"""In the folder of a local Ray: this file says that its driver ends Ray itself."""
 
 
-def start_watchdog(mark: str, ray_folder: Path | None = None) -> None:
+def start_watchdog(mark: str, ray_folder: Path | None = None, summary: Path | None = None) -> None:
     """Start the watchdog of this process.
 
     When this process has died, the watchdog ends the processes that have `mark` in their environment, and deletes the
-    folder of the local Ray, if there is one.
+    folder of the local Ray, if there is one. If Ray's raylet died first, Ray may have ended this process before it
+    could say why: then the watchdog says this, and writes the run's summary.
     """
-    folders = [] if ray_folder is None else [str(ray_folder)]
-    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, *folders]
+    files = [str(path) for path in (ray_folder, summary) if path is not None]
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, *files]
     environment = {key: value for key, value in os.environ.items() if key != MARK}
     # The first child exits at once. So the watchdog is not ended together with the driver's descendants.
     subprocess.run(command, check=True, timeout=30, start_new_session=True, env=environment, stdin=subprocess.DEVNULL)
@@ -96,33 +101,56 @@ def end_processes(mark: str, known: set[tuple[int, str]]) -> None:
         time.sleep(0.1)
 
 
-def wait_for_death(process: int, mark: str) -> set[tuple[int, str]]:
-    """Wait until a process has died; returns the marked processes and their descendants, as the last scan found them.
+def wait_for_death(process: int, mark: str) -> tuple[set[tuple[int, str]], bool]:
+    """Wait until a process has died; returns the marked processes and their descendants, as the last scan found them,
+    and whether the raylet that the process had started died before.
 
     It scans repeatedly while it waits: a process that has lost first its mark and then its parent is found only by a
     scan that ran before.
     """
     known: set[tuple[int, str]] = set()
+    raylet, is_raylet_first = -1, False
     try:
         handle = os.pidfd_open(process)
     except ProcessLookupError:
-        return known
+        return known, False
     poll = select.poll()
     poll.register(handle, select.POLLIN)
-    while not poll.poll(SCAN_SECONDS * 1000):
+    while handle not in (ended := dict(poll.poll(SCAN_SECONDS * 1000))):
+        if raylet in ended:
+            poll.unregister(raylet)
+            raylet, is_raylet_first = -1, True
         known = marked_processes(mark, known)
-    return known
+        if raylet < 0 and (raylet := open_raylet(process, known)) >= 0:
+            poll.register(raylet, select.POLLIN)
+            is_raylet_first = False  # it is that of a later try to start Ray
+    return known, is_raylet_first
+
+
+def open_raylet(driver: int, known: Set[tuple[int, str]]) -> int:
+    """Open the raylet that a driver has started, as a file descriptor; -1 if there is none."""
+    for process, _ in known:
+        with contextlib.suppress(OSError):
+            name, _, rest = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")
+            if name.endswith(b"(raylet") and int(rest.split()[1]) == driver:
+                return os.pidfd_open(process)
+    return -1
 
 
 def main() -> None:
     """Wait for the death of the process named on the command line, then clean up."""
-    owner, mark, folders = int(sys.argv[1]), sys.argv[2], [Path(folder) for folder in sys.argv[3:]]
+    owner, mark, *files = int(sys.argv[1]), sys.argv[2], *map(Path, sys.argv[3:])
     if os.fork():
         os._exit(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    end_processes(mark, wait_for_death(owner, mark))
-    for folder in folders:
+    known, is_raylet_first = wait_for_death(owner, mark)
+    if is_raylet_first and len(files) == 2 and not (files[0] / IN_ORDER).exists() and not files[1].exists():
+        with contextlib.suppress(OSError):  # the disk is full, or the terminal gone
+            files[1].write_text(json.dumps({"state": "failed", "reason": NO_RAYLET, "exit_code": 1}) + "\n")
+            print(NO_RAYLET, flush=True)
+    end_processes(mark, known)
+    for folder in files[:1]:
         shutil.rmtree(folder, ignore_errors=True)
 
 

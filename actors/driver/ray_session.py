@@ -26,7 +26,7 @@ from actors.calls import in_a_line
 from actors.driver.signals import handlers_kept, run_beside, when_stuck
 from actors.engine.vllm_arguments import SCRATCH
 from actors.observe.actor_logs import log_env
-from actors.watchdog import MARK, end_processes, start_watchdog
+from actors.watchdog import IN_ORDER, MARK, end_processes, start_watchdog
 from service.config import Config
 from service.environment_variables import SAFE_PATH, USER_FOLDER
 from service.errors import RunFailed, UserError
@@ -58,13 +58,14 @@ def ray_session(
     logs: Path | None = None,
     stopped: Callable[[], None] = lambda: None,
     failed: Callable[[str], None] = say,
+    summary: Path | None = None,
 ) -> Iterator[None]:
     """Connect to the cluster that RAY_ADDRESS names, or start a local Ray and shut it down afterwards.
 
     Actors write their logs into `logs`. Every process of the run has `mark` in its environment: by this the watchdog
     finds and ends them when this process dies. If a stop signal comes while this process is stuck in Ray's start,
     `stopped` is called before the process ends. If Ray has ended, `failed` is called with the reason, and the process
-    ends.
+    ends. If Ray itself ends the process first, the watchdog writes the file `summary`.
 
     Raises:
         UserError: no cluster answers at the address.
@@ -78,7 +79,7 @@ def ray_session(
 
     try:
         with handlers_kept(), when_stuck(end):
-            _connect(config, mark, logs)
+            _connect(config, mark, logs, summary)
     except Exception as error:
         if not _is_failed_start(error):
             raise
@@ -91,6 +92,8 @@ def ray_session(
         yield
     finally:
         over.set()
+        if folder := os.environ.get(SCRATCH):
+            Path(folder, IN_ORDER).touch()
         run_beside(ray.shutdown)
 
 
@@ -124,7 +127,7 @@ class _BatonJob(JobConfig):  # type: ignore[misc]
         return True
 
 
-def _connect(config: Config, mark: str, logs: Path | None) -> None:
+def _connect(config: Config, mark: str, logs: Path | None, summary: Path | None) -> None:
     os.environ[SAFE_PATH] = "1"
     variables = passed_on(os.environ) | {MARK: mark, SAFE_PATH: "1", USER_FOLDER: str(user_folder())}
     settings = {
@@ -146,7 +149,7 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
     cpus = max(os.cpu_count() or 1, config.trainer.ranks + engines + math.ceil(scorers))
     folder = Path(tempfile.gettempdir(), f"baton-{mark}")
     os.environ[SCRATCH] = str(folder)
-    start_watchdog(mark, folder)  # first, so that a stop signal cannot leave the folder behind
+    start_watchdog(mark, folder, summary)  # first, so that a stop signal cannot leave the folder behind
     folder.mkdir(mode=0o700)
     _start(mark, folder / "r", logs, num_cpus=cpus, **settings)  # Ray opens its own folder to all; paths are short
 

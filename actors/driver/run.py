@@ -175,7 +175,8 @@ def _run_on_ray(
     begin_logs(folder.path / LOGS, config.generator.min_engines, config.trainer.ranks)
     with contextlib.ExitStack() as held:
         with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
-            held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early, ray_ended))
+            summary = folder.path / SUMMARY
+            held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early, ray_ended, summary))
         cluster = place_actors(with_absolute_paths(config), prepared, folder.path / JOURNAL, secret)
         coordinator = Coordinator(config, cluster, folder, prepared, say, manifest, uploads)
         force = partial(end_by_force, config, folder, f"{FORCING} stop signals came before the run had ended in order")

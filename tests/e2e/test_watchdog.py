@@ -1,5 +1,6 @@
 """The watchdog ends what its driver leaves behind, however the driver died."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from actors.engine import vllm_engine
-from actors.watchdog import DEADLINE, marked_processes
+from actors.watchdog import DEADLINE, NO_RAYLET, marked_processes
 from tests.waiting import until
 
 SECONDS = 4 * DEADLINE
@@ -110,3 +111,36 @@ def test_what_removes_an_engines_names_outlives_a_scan_that_saw_it_start(monkeyp
         assert not marked_processes(mark, {(process, start)})
     finally:
         os.close(end)
+
+
+WITHOUT_RAYLET = """
+import sys, threading
+from pathlib import Path
+import numpy, psutil, ray
+from actors.driver.ray_session import ray_session
+from service.config import Config
+
+def put() -> None:
+    while True:
+        ray.put(numpy.zeros(300_000))
+
+with ray_session(Config(), sys.argv[1], failed=lambda reason: None, summary=Path(sys.argv[2])):
+    (raylet,) = (each for each in psutil.Process().children(recursive=True) if each.name() == "raylet")
+    if sys.argv[3] == "killed":
+        threading.Thread(target=put, daemon=True).start()
+    threading.Event().wait(3)  # calls of Ray are in progress; the watchdog has seen the raylet
+    if sys.argv[3] == "killed":
+        raylet.kill()
+        threading.Event().wait(60)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["killed", "in order"])
+def test_a_driver_that_ray_ends_after_its_raylet_has_a_reason(tmp_path: Path, how: str) -> None:
+    summary = tmp_path / "summary.json"
+    driver = [sys.executable, "-c", WITHOUT_RAYLET, f"test-{os.getpid()}-{how[:2]}", str(summary), how]
+    ended = subprocess.run(driver, stdout=subprocess.PIPE, text=True, timeout=120)  # until the watchdog has ended too
+    assert ended.returncode == (how == "killed")
+    assert summary.exists() == (NO_RAYLET in ended.stdout) == (how == "killed")
+    assert how != "killed" or json.loads(summary.read_text())["reason"] == NO_RAYLET
