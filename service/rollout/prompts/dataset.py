@@ -13,6 +13,7 @@ texts that UTF-8 can encode, and a bounded depth and size.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -29,6 +30,8 @@ from service.rollout.environment import Message, Task
 from service.rollout.exact_json import exact_json
 from service.rollout.prompts.rows import messages_of, read_rows, row_place, without_gc
 
+NULL = re.compile(rb"[:\[,]null[,\]}]")
+"""A null in JSON; rarely a part of a text."""
 ENCODED = frozenset({"uid", "prompt", "env_class", "tools"})
 """Columns whose texts must be valid UTF-8, because they are written to prompts, logs and journals."""
 OBJECTS = {"tools": "[", "reward_spec": "{", "reward_model": "{", "extra_info": "{"}
@@ -160,7 +163,7 @@ def _check_sizes(columns: Mapping[str, Any], number: int, path: Path) -> None:
     """Raise a UserError if a column is too large or nested too deeply, or holds NaN."""
     with suppress(UnicodeEncodeError, RecursionError):
         written = msgspec.json.encode(columns, enc_hook=str)
-        has_null = b"null" in written  # so msgspec writes NaN and infinity
+        has_null = b"null" in written and NULL.search(written)  # so msgspec writes NaN and infinity
         if len(written) <= COLUMN_BYTES and written.count(b"{") + written.count(b"[") <= MAX_DEPTH and not has_null:
             return
     for column, value in columns.items():

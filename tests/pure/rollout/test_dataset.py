@@ -18,6 +18,7 @@ import pytest
 import service.files
 from service.config.rollout import ColumnsConfig, DataConfig, EnvConfig
 from service.errors import UserError
+from service.rollout.chat.tools import read_json
 from service.rollout.prompts import rows as prompt_rows
 from service.rollout.prompts.dataset import COLUMN_BYTES, load_tasks, rows_digest
 from service.rollout.prompts.files import read_published, train_file
@@ -196,6 +197,17 @@ def test_what_is_no_file_of_rows_is_named(tmp_path: Path) -> None:
     for name, why in (("rows.jsonl", "no such file"), ("rows-*", "no such file"), ("pipe.jsonl", "no plain file")):
         with pytest.raises(UserError, match=rf"{re.escape(name)}: .*{why}$"):
             load_tasks(tmp_path / name)
+
+
+def test_ordinary_bodies_and_rows_with_nulls_are_read_by_the_fast_reader_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, {"prompt": PROMPT, "extra_info": {"a": "null", "b": [{"c": None}]}, "note": None})
+    for slow in ("loads", "dumps"):
+        monkeypatch.setattr(json, slow, None)
+    assert read_json(b'{"a": null}') == {"a": None}
+    (task,) = load_tasks(path)
+    assert task.extra_info == {"a": "null", "b": [{}]}
 
 
 def test_half_a_surrogate_pair_elsewhere_is_written_as_it_was_read(tmp_path: Path) -> None:

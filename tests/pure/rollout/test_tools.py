@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-from service.rollout.chat.tools import BadCall, ToolCall, read_json, tool_answer, tool_calls
+from service.rollout.chat.tools import BadCall, ToolCall, tool_answer, tool_calls
 from service.rollout.environment import tagged
-from service.rollout.exact_json import exact_json
 
 
 def written(call: object) -> str:
@@ -68,10 +67,3 @@ def test_what_stands_between_tags_is_what_a_plain_search_finds_in_linear_time() 
     begun = time.process_time()
     assert len(tagged("<a>" * 200_000 + "</a>" + "<a>" * 200_000, "a")) == 1
     assert time.process_time() - begun < 2  # minutes where each tag is followed to the end
-
-
-def test_ordinary_bodies_and_rows_with_nulls_are_read_by_the_fast_reader_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for slow in ("loads", "dumps"):
-        monkeypatch.setattr(json, slow, None)
-    assert read_json(b'{"a": null}') == {"a": None}
-    assert exact_json('{"a": null, "b": [null, {"c": null}]}', keeps_null=False) == {"b": [None, {}]}
