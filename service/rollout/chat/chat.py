@@ -348,7 +348,9 @@ class Chat:
         self.end_ids = tuple(dict.fromkeys((self.end_id, *self.end_ids, *ends)))
         self._all_ends = {closing, *self.end_ids}
         others = (self._tokenizer.bos_token_id, self._tokenizer.pad_token_id, self._tokenizer.unk_token_id)
-        framing = {*self._all_ends, *opens.tolist(), *[of for of in closes if of in special][:1], *others}
+        earlier = self._special_tokens.encode(self._render([*ASKED, *ASKED[:1]]).partition(MARK)[0]).tolist()
+        closing_user = {*[of for of in closes if of in special][:1]} & {*earlier}  # not `<think>` of a prompt's end
+        framing = {*self._all_ends, *opens.tolist(), *closing_user, *others}
         added = {of: token for of, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         self._tags = {of for of, token in added.items() if of not in framing and TAG.fullmatch(token.content)}
         self._hidden = added.keys() - self._tags

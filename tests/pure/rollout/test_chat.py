@@ -72,6 +72,9 @@ def test_a_tag_that_the_tokenizer_calls_special_stays_in_the_text_and_frames_and
     tokenizer.unk_token, tokenizer.chat_template = "[UNK]", told
     token_ids = np.array(tokenizer.encode("a[TOOL_CALLS]b[UNK][/INST][INST]", add_special_tokens=False), np.int32)
     assert Chat(tokenizer).text(token_ids) == "a[TOOL_CALLS]b"
+    tokenizer.chat_template = told.replace("[INST]", "").replace("[/INST]", "") + "<seed:think>"
+    token_ids = np.array(tokenizer.encode("<seed:think>a", add_special_tokens=False), np.int32)
+    assert Chat(tokenizer).text(token_ids) == "<seed:think>a", "thinking that the prompt begins is no frame"
 
 
 def test_of_several_templates_one_is_named_for_first_prompts_and_for_what_follows() -> None:
