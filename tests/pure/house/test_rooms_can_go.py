@@ -50,7 +50,7 @@ LINES: dict[str, list[tuple[str, ...]]] = {
         (PREPARE, r"    check_scorers\(.*\n"),
         (PREPARE, r"    check_tokenizers\(.*\n"),
         (VALIDATE, r" +from service\.scorers\..*\n"),
-        (VALIDATE, r"        lambda: check_scorers\(.*\n"),
+        (VALIDATE, r"        \*\(partial\(check_scorers, .*\n"),
         (TELEMETRY, r"from service\.scorers\..*\n"),
         (TELEMETRY, r", REASONS\)", ")"),
         (FACE, r"(    from service\.scorers\..*\n)+"),

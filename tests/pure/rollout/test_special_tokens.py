@@ -102,8 +102,8 @@ class Trees:
         parts = [self.text() for _ in range(self._random.randint(1, 4))]
         contents = [[{"type": "text", "text": part[side]} for part in parts] for side in (0, 1)]
         made: list[dict[str, Any]] = [{"role": role, "content": content} for content in contents]
-        for message, name, argument in zip(made, self.text(), self.value(), strict=True):  # an empty name is refused
-            message["tool_calls"] = [{"type": "function", "function": {"name": f"f{name}", "arguments": argument}}]
+        for message, name, argument in zip(made, self.text(), self.value(), strict=True):
+            message["tool_calls"] = [{"type": "function", "function": {"name": name, "arguments": argument}}]
         return made
 
     def tool(self) -> Sequence[dict[str, Any]]:
