@@ -358,9 +358,18 @@ class ConversationTree:
 
     def _call(self, opened: PreparedCall, response: Response, reply: Reply, body: str, stop_reason: str) -> AgentCall:
         return AgentCall(
-            self._new_name(), opened.parent, opened.how, opened.carried_ids, response, reply, body, stop_reason,
-            len(self.calls), begun=opened.begun, named=opened.named,
-        )  # fmt: skip
+            self._new_name(),
+            opened.parent,
+            opened.how,
+            opened.carried_ids,
+            response,
+            reply,
+            body,
+            stop_reason,
+            len(self.calls),
+            begun=opened.begun,
+            named=opened.named,
+        )
 
     def replayed(
         self, body: str, is_retry: bool = False, tools: Sequence[Tool] = (), mark: str = ""

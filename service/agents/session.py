@@ -456,9 +456,17 @@ class Session:
         response, extends = call.response, self.tree.reference(call)
         n_shared = extends.length if extends is not None else 0
         own_ids = call.carried_ids if call.parent is not None else call.carried_ids[n_shared:]
-        of = {"trajectory": self.trajectory, "prompt_uid": self._prompt_uid, "index": call.index}
-        more = {"temperature": self._limits.sampling.temperature, "note": call.note(round(self.age, 3))}
-        return step_of(own_ids, response, generation, extends, **of, **more)
+        return step_of(
+            own_ids,
+            response,
+            generation,
+            extends,
+            trajectory=self.trajectory,
+            prompt_uid=self._prompt_uid,
+            index=call.index,
+            temperature=self._limits.sampling.temperature,
+            note=call.note(round(self.age, 3)),
+        )
 
     def _landed(self, body: str, task: asyncio.Task[AgentCall]) -> None:
         del self._flying[body]

@@ -215,9 +215,18 @@ class Episode:
         step."""
         history, index = self._histories[role], self.n_steps
         history.append(response.token_ids)
-        of = {"trajectory": self._trajectory, "prompt_uid": self._uid, "index": index}
-        more = {"temperature": self._limits.sampling.temperature, "reward": reward}
-        self._sink.append(step_of(history.carried, response, generation, history.extends, **of, **more))
+        step = step_of(
+            history.carried,
+            response,
+            generation,
+            history.extends,
+            trajectory=self._trajectory,
+            prompt_uid=self._uid,
+            index=index,
+            temperature=self._limits.sampling.temperature,
+            reward=reward,
+        )
+        self._sink.append(step)
         history.extends = Extension(index, len(history.token_ids), digest(history.token_ids))
         self._roles.append(role)
         if role == MAIN:
