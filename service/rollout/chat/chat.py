@@ -238,9 +238,8 @@ class Chat:
 
     def text(self, response_ids: Int32s, with_special: bool = False) -> str:
         """The text of a response, with or without special tokens; tags (`TAG`) are always part of the text."""
-        if not with_special and not self._tags.isdisjoint(response_ids.tolist()):
-            response_ids = response_ids[[of not in self._hidden for of in response_ids.tolist()]]
-            with_special = True
+        if not with_special and np.isin(response_ids, self._tags).any():
+            response_ids, with_special = response_ids[~np.isin(response_ids, self._hidden)], True
         return self._special_tokens.decode(response_ids, with_special)
 
     def said(self, response_ids: Int32s) -> str:
@@ -352,8 +351,8 @@ class Chat:
         closing_user = {*[of for of in closes if of in special][:1]} & {*earlier}  # not `<think>` of a prompt's end
         framing = {*self._all_ends, *opens.tolist(), *closing_user, *others}
         added = {of: token for of, token in self._tokenizer.added_tokens_decoder.items() if token.special}
-        self._tags = {of for of, token in added.items() if of not in framing and TAG.fullmatch(token.content)}
-        self._hidden = added.keys() - self._tags
+        tags = {of for of, token in added.items() if of not in framing and TAG.fullmatch(token.content)}
+        self._tags, self._hidden = np.array([*tags], np.int32), np.array([*added.keys() - tags], np.int32)
 
     def _find_header(self) -> bool:
         """Whether the policy writes special tokens before its text. Then one turn may have several messages."""
