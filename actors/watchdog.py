@@ -32,7 +32,8 @@ QUIET = 0.5
 """If no marked process was found for this many seconds, all processes of the run have ended."""
 DEADLINE = 15.0
 """Seconds after which the watchdog stops its attempts on a process that cannot be killed."""
-NO_RAYLET = "Ray's raylet has ended, and without it no part of the run can go on"
+NEEDED = ", and without it no part of the run can go on"
+NO_RAYLET = f"Ray's raylet has ended{NEEDED}"
 IN_ORDER = "in-order"
 """In the folder of a local Ray: this file says that its driver ends Ray itself."""
 

@@ -26,7 +26,7 @@ from actors.calls import in_a_line
 from actors.driver.signals import handlers_kept, run_beside, when_stuck
 from actors.engine.vllm_arguments import SCRATCH
 from actors.observe.actor_logs import log_env
-from actors.watchdog import IN_ORDER, MARK, end_processes, start_watchdog
+from actors.watchdog import IN_ORDER, MARK, NEEDED, end_processes, start_watchdog
 from service.config import Config
 from service.environment_variables import SAFE_PATH, USER_FOLDER
 from service.errors import RunFailed, UserError
@@ -115,7 +115,7 @@ def _watch(over: threading.Event, failed: Callable[[str], None]) -> None:
             ended.append(f"Ray's control store at {node.gcs_address} has not answered for {silent:.0f} s")
         if ended and not over.is_set():
             try:
-                failed(f"{ended[0]}, and without it no part of the run can go on")
+                failed(f"{ended[0]}{NEEDED}")
             finally:
                 os._exit(RunFailed.exit_code)
 

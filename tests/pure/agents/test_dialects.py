@@ -160,6 +160,10 @@ REFUSED = [
     (MESSAGES, b'{"tools": [{"name": "f", "input_schema": {"x": "\\ud800", "y": NaN}}]}', "tools[0].input_schema.y"),
     (RESPONSES, b'{"input": "a", "tools": [{"x": "\\ud800", "x": 1}]}', "tools[0].x"),
     (CHAT, {"messages": [ASKS, ODD]}, "arguments[0]"),
+    *(
+        (CHAT, {"messages": [ASKS, {"role": "assistant", "content": "a", of: "said"}]}, f"messages[1].{of}")
+        for of in ("refusal", "audio", "function_call")
+    ),
     (
         RESPONSES,
         {"input": [{"type": "function_call", **NAMED, "arguments": '{"x": {"y": 1, "y": 2}}'}]},
