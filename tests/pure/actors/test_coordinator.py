@@ -5,7 +5,6 @@ import json
 import math
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -106,11 +105,11 @@ def test_a_run_that_is_stopped_while_it_writes_its_final_weights_has_finished(tm
     assert json.loads((tmp_path / "run" / SUMMARY).read_text())["state"] == "finished"
 
 
-@pytest.mark.parametrize("grace", [0.0, 0.3, 60.0])
+@pytest.mark.parametrize("grace", [0.0, 0.3, 1e6])
 def test_the_end_of_a_run_lets_sessions_end_for_a_while_and_says_how_many_it_cut(
     grace: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a grace of a minute the sessions end by themselves, soon; otherwise only as the generators stop."""
+    """With a long grace the sessions end by themselves, and the run with them; otherwise as the generators stop."""
     open_ones, drained, stopped, said = ["one", "two"], asyncio.Event(), asyncio.Event(), list[str]()
 
     async def drain(reason: str) -> None:
@@ -142,9 +141,7 @@ def test_the_end_of_a_run_lets_sessions_end_for_a_while_and_says_how_many_it_cut
     cluster.buffer.drain = Method(drain)
     settings = [COLD, "run.max_steps=1", f"agents.end_grace={grace}"]
     with coordinating(tmp_path, cluster, *settings, said=said) as (driving, _):
-        began = time.monotonic()
         asyncio.run(driving.run())
-        assert time.monotonic() - began < 30
     cut = json.loads((tmp_path / "run" / SUMMARY).read_text()).get("sessions_cut", 0)
     assert cut == (0 if grace > 1 else 2)
     assert ("sessions of agents that were open and were cut: 2" in said) is bool(cut)
