@@ -146,18 +146,19 @@ class Agents:
         self, session: Session, task: Task, guard: EnvGuard, run: Coroutine[Any, Any, None], sink: StepSink
     ) -> TrajectoryResult:
         trajectory = session.trajectory
-        failure, outcome, stop_reason = "", Outcome(0.0), session.stop_reason
+        failure, outcome = "", Outcome(0.0)
         playing = asyncio.create_task(run)
         try:
             outcome = await _outcome(session, playing)
             stop_reason = session.stop_reason
         except TrajectoryFailed as failed:
             why = f"{failed}{last_lines(session.refused_requests)}".replace(session.key, "[key]")
-            if (reward := self._config.exit_code_reward.get(failed.error)) is None:
+            reward = self._config.exit_code_reward.get(failed.error)
+            if reward is None or session.refused:  # a refusal says nothing about the policy
                 stop_reason, failure = failed.reason, why
                 log.warning("%s of prompt %s is lost: %s", trajectory, in_one_line(task.uid), why)
             else:
-                outcome = Outcome(reward)
+                outcome, stop_reason = Outcome(reward), session.stop_reason
                 log.info("%s has the reward %g by agents.exit_code_reward: %s", trajectory, reward, why)
         finally:
             session.close()

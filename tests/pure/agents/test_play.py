@@ -119,6 +119,11 @@ class Does:
                     said: Any = dict(task.prompt[0])
                     await client.chat.completions.create(model="policy", messages=[said])
                 raise RuntimeError("broken agent")
+            case "raises a refusal" | "raises what is too long":
+                more = {"logit_bias": {"5": 1}} if "refusal" in self.what else {}
+                async with AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
+                    said = dict(task.prompt[0], content="age " * (1 if more else 1000))
+                    await client.chat.completions.create(model="policy", messages=[said], **more)
             case "swallows a refusal" | "asks again after a refusal":
                 async with AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
                     said = {"model": "policy", "messages": [dict(task.prompt[0])]}
@@ -381,6 +386,8 @@ FAILS = ("sh", "-c", "seq 100; echo no room left on the device >&2; exit 3")
         (DOES, "raises", {}, ("environment_error", 0.0)),
         (DOES, "raises", {"RuntimeError": -0.5}, ("stop", -0.5)),
         (DOES, "raises", {"ValueError": -0.5, "1": 1.0}, ("environment_error", 0.0)),
+        (DOES, "raises a refusal", {"BadRequestError": 0.5}, ("environment_error", 0.0)),
+        (DOES, "raises what is too long", {"BadRequestError": -0.5}, ("length", -0.5)),
         (AGENT, FAILS, {3: 0.25}, ("stop", 0.25)),
         (AGENT, ("sh", "-c", "exit 0"), {4: 0.25}, ("environment_error", 0.0)),
     ],
@@ -394,7 +401,8 @@ async def test_a_failure_that_has_a_reward_is_trained_and_any_other_starts_again
     assert again.agents == config.agents
     async with aclosing(Playing(model, again)) as playing:
         _, ended = await playing.one(tasks[0], TrajectoryId(0, 0))
-        assert (ended.stop_reason, ended.reward) == end and bool(playing.player.failures) == (end[0] != "stop")
+        assert (ended.stop_reason, ended.reward) == end
+        assert list(playing.player.failures) == [end[0]] * (end[0] == "environment_error")
 
 
 @pytest.mark.parametrize("what", ["swallows a refusal", "asks again after a refusal"])
