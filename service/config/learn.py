@@ -133,7 +133,7 @@ class AlgorithmConfig(Section):
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL term; 0: neither a KL term nor a reference policy."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate of the KL divergence by the log-ratio d: `k1` d, `k2` d^2 / 2, `k3` exp(-d) - 1 + d."""
+    """KL estimate by the log-ratio d: `k1` d (with the gradient of `k2`), `k2` d^2 / 2, `k3` exp(-d) - 1 + d."""
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig | None = None
 

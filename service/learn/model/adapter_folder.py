@@ -44,9 +44,13 @@ file would take minutes."""
 
 REFUSED = (
     "use_dora", "use_rslora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "rank_pattern",
-    "alpha_pattern", "layer_replication", "alora_invocation_tokens", "fan_in_fan_out"
+    "alpha_pattern", "layer_replication", "alora_invocation_tokens", "fan_in_fan_out", "use_bdlora", "arrow_config",
+    "kasa_config", "monteclora_config"
 )  # fmt: skip
 """Settings of PEFT for kinds of adapters that Baton does not train."""
+
+INITS = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
+"""Values of PEFT's `init_lora_weights` with which the base model stays as it is; others, as PiSSA's, change it."""
 
 
 class Base(BaseModel):
@@ -141,6 +145,9 @@ def adapter_settings(folder: Path) -> LoraConfig:
         settings: Any = json.loads(file.read_text(encoding="utf-8"))
         if refused := [name for name in REFUSED if settings.get(name)]:
             raise UserError(f"model.adapter: {file} sets {refused[0]}, which is not trained; merge that adapter first")
+        if (init := settings.get("init_lora_weights")) not in INITS:
+            told = f"sets init_lora_weights={init!r:.40}, which changes the base model; merge that adapter with PEFT"
+            raise UserError(f"model.adapter: {file} {told}")
         targets = settings["target_modules"]
         if settings["peft_type"] != "LORA" or settings.get("bias") not in (None, "none") or isinstance(targets, str):
             raise ValueError("peft_type, bias or target_modules is of another kind")

@@ -144,6 +144,7 @@ def other_tensors(folder: Path) -> None:
         (lambda folder: other_settings(folder, lora_alpha=32), r"model\.lora\.alpha: .* has 32"),
         (lambda folder: other_settings(folder, target_modules=["q_proj"]), r"model\.lora\.targets: .* has \[q_proj\]"),
         (lambda folder: other_settings(folder, use_dora=True), "sets use_dora"),
+        (lambda folder: other_settings(folder, init_lora_weights="pissa_niter_4"), "changes the base model; merge"),
         (lambda folder: other_settings(folder, peft_type="IA3"), "describes no LoRA adapter"),
         (lambda folder: other_settings(folder, r=-1), "rank Input should be greater than 0"),
         (lambda folder: other_settings(folder, target_modules=".*_proj"), "target_modules is of another kind"),

@@ -260,6 +260,16 @@ def test_kl_estimators_are_the_published_ones(estimator: str, published: Callabl
     assert ours.numpy() == pytest.approx(published(logprob - reference))
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_the_mean_gradient_of_a_kl_estimator_is_that_of_the_divergence(estimator: str) -> None:
+    logits_V = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    logprob_V, reference_V = logits_V.log_softmax(-1), torch.linspace(-3, 1, 4, dtype=torch.float64).log_softmax(-1)
+    divergence = (logprob_V.exp() * (logprob_V - reference_V)).sum()
+    mean = (logprob_V.exp().detach() * kl_term(estimator, logprob_V, reference_V)).sum()
+    wanted, found = (torch.autograd.grad(of, logits_V, retain_graph=True)[0] for of in (divergence, mean))
+    torch.testing.assert_close(found, wanted)
+
+
 def test_a_ratio_far_out_stays_finite() -> None:
     inputs = LossInputs(torch.tensor([-1.0, -1e30]), torch.tensor([-1e30, -1.0]), torch.tensor([1.0, -1.0]), None)
     for name in ("ppo_clip", "dual_clip", "cispo", "rollout_is", "importance_sampling"):
