@@ -170,6 +170,11 @@ class Chat:
         if names and chosen not in names and "{" not in chosen:  # tools would choose anew for each prompt
             told = "so name one for the whole run: generator.chat_template_options={chat_template: NAME}"
             raise UserError(f"model.path: the tokenizer has the chat templates {', '.join(names)}, {told}")
+        self._template = tokenizer.get_chat_template(self._template_options.get("chat_template"))
+        for option in self._template_options.keys() - {"chat_template"}:
+            if not re.search(rf"\b{re.escape(option)}\b", self._template):
+                told = f"reads no {option!r:.80}, so it would change nothing; leave it out"
+                raise UserError(f"generator.chat_template_options: the chat template {told}")
         self._special_tokens = SpecialTokens(tokenizer)
         self.end_id = eos = int(tokenizer.eos_token_id)
         """The token that ends a turn; `conversation` appends it if the policy stopped without an end token."""
@@ -303,9 +308,7 @@ class Chat:
         """The rendered text; only the template writes special tokens. `form`: of tools' answers; None:
         `tool_form`'s."""
         for role in {message["role"] for message in messages} - ROLES:
-            is_compared = rf"""role[^%}}]*["']{re.escape(role)}\\?["']"""
-            named = self._template_options.get("chat_template")
-            if not re.search(is_compared, self._tokenizer.get_chat_template(named)):
+            if not re.search(rf"""role[^%}}]*["']{re.escape(role)}\\?["']""", self._template):
                 raise MessagesRefused(f"the chat template names no role {role!r:.80}; use {', '.join(sorted(ROLES))}")
         if any(message.get("function_call") for message in messages):
             raise MessagesRefused("no template shows `function_call`; write the call into `tool_calls`")

@@ -92,6 +92,13 @@ def test_of_several_templates_one_is_named_for_first_prompts_and_for_what_follow
     assert all("<result>" in chat.text(ids) for ids in (chat.prompt([*ASK, answer]), chat.delta([answer], chat.end_id)))
 
 
+def test_an_option_that_the_chat_template_does_not_read_is_refused() -> None:
+    tokenizer = tokenizer_of(CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT + "{% if enable_thinking %}<think>{% endif %}")
+    assert Chat(tokenizer, {"enable_thinking": True}).plain("a").size
+    with pytest.raises(UserError, match=r"chat_template_options: the chat template reads no 'enable_thinkin'"):
+        Chat(tokenizer, {"enable_thinkin": False})
+
+
 def test_the_delta_starts_with_the_end_only_where_the_response_has_none(chat: Chat) -> None:
     closed = chat.delta(TOLD, chat.end_id).tolist()
     other = int(chat.plain("fox")[0])
