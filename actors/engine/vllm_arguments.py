@@ -63,15 +63,15 @@ class EngineSettings(NamedTuple):
     """Maximum number of requests that run at once."""
 
     @staticmethod
-    def of(config: Config) -> EngineSettings:
-        """Return the settings that all engines of a run have."""
+    def of(config: Config, number: int = 0) -> EngineSettings:
+        """Return the settings of one engine of a run. Engines with different numbers draw different random numbers."""
         generator = config.generator
         groups = -(-generator.concurrent_groups // generator.min_engines)
         return EngineSettings(
             generator,
             config.model,
             BACKENDS[config.weights.transport],
-            config.run.seed,
+            (config.run.seed + (number << 16)) % (1 << 32),
             min(MAX_SEQUENCES, groups * config.algorithm.n_samples_per_prompt),
         )
 

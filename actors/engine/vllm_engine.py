@@ -75,12 +75,12 @@ class WeightUpdate(NamedTuple):
 class VllmEngine:
     """One vLLM engine in this process; implements `service.rollout.engine.Engine`."""
 
-    def __init__(self, config: Config, model_folder: Path) -> None:
+    def __init__(self, config: Config, model_folder: Path, number: int = 0) -> None:
         self.serving = PolicyVersion(0, 0)
         self.times = EngineTimes()
         self.cached_tokens = 0
         """Number of prompt tokens that were found in the KV cache."""
-        self._config = config
+        self._config, self._number = config, number
         self._model_folder = Path(model_folder)
         self._llm: AsyncLLM | None = None
         self._stopped = False
@@ -116,7 +116,7 @@ class VllmEngine:
     async def _start(self, version: PolicyVersion) -> None:
         self._size = PolicySize.of_folder(self._model_folder, self._config.model.lora)
         self._vocab_size = head_rows(self._model_folder)
-        settings = EngineSettings.of(self._config)
+        settings = EngineSettings.of(self._config, self._number)
         arguments = engine_arguments(settings, self._model_folder)
         with_load = can_overflow(settings, self._model_folder)
         try:

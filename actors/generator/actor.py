@@ -99,7 +99,7 @@ class Generator(ImageHolder, Supervised):
         self._config = Config.model_validate_json(config_json)
         self._buffer = resolve_actor(buffer)
         self._tasks = load_tasks(Path(tasks_file))
-        self._engine = VllmEngine(self._config, Path(base or model_folder))
+        self._engine = VllmEngine(self._config, Path(base or model_folder), number)
         self._gateway = gateway
         route = gateway.route() if gateway is not None else None
         self._player = RunPlayer(self._config, Path(model_folder), self._engine, secret, number, route)

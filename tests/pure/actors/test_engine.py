@@ -27,7 +27,7 @@ from actors.weights.memory import WeightMemory
 from actors.weights.part import Source
 from actors.weights.policy_tensors import ADAPTER_ID, PolicySize, encode_announcement
 from actors.weights.pulled import file_of
-from service.config import Config, WeightsConfig
+from service.config import Config, RunConfig, WeightsConfig
 from service.errors import RunFailed, UserError, WeightsGone
 from service.rollout.engine import Generation, Sampling, validate_generation
 from service.types import MAX_SUPPORT, NO_VERSION, PolicyVersion
@@ -493,6 +493,23 @@ async def test_settings_that_vllm_refuses_are_one_line_that_reaches_the_driver(
     monkeypatch.setattr(actors.engine.vllm_engine, "build", refuse)
     with pytest.raises(UserError, match=rf"^generator: vLLM refuses the settings for {tmp_path}: 4 heads in 3 parts$"):
         await engine.start(PolicyVersion(0, 0))
+
+
+async def test_engines_of_a_run_draw_different_random_numbers_and_the_first_those_of_the_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+
+    def note(arguments: Any, with_load: bool) -> None:
+        seeds.append(arguments["seed"])
+        raise RunFailed("noted")
+
+    mixture_in(tmp_path)
+    monkeypatch.setattr(actors.engine.vllm_engine, "build", note)
+    for number in range(3):
+        with pytest.raises(RunFailed, match="noted"):
+            await VllmEngine(Config(run=RunConfig(seed=5)), tmp_path, number).start(PolicyVersion(0, 0))
+    assert seeds[0] == 5 and len({*seeds}) == 3
 
 
 async def test_a_core_that_dies_amid_the_start_is_said_at_once(
