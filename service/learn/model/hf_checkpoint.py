@@ -170,6 +170,10 @@ class StoredWeights:
                 f"model.path: {self._folder} has a weight {min(superfluous)!r}, which its config.json does "
                 f"not ask for ({len(superfluous)} such weights); the two do not belong together"
             )
+        for file, inside in {file: name for name, file in self._file_of.items()}.items():
+            again = [name for name in self._opened(inside).keys() if self._file_of.get(name, file) != file]  # noqa: SIM118
+            if again:  # engines load all that a file has
+                raise UserError(f"model.path: {file} has {again[0]!r}, which {INDEX} expects elsewhere; remove one")
 
     def others(self, written: Collection[str]) -> dict[str, Tensor]:
         """The stored weights whose names are not in `written`, such as untrained weights and other parts of a

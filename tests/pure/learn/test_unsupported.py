@@ -126,6 +126,16 @@ def test_weights_that_config_json_does_not_describe_are_refused(
         Learner(settings(), folder, CPU, 0, 1)
 
 
+def test_a_weight_in_two_files_is_refused_because_engines_would_load_both(tmp_path: Path) -> None:
+    folder, norm = small_model(tmp_path / "model"), "model.norm.weight"
+    weights = load_file(folder / "model.safetensors")
+    save_file({norm: torch.zeros(32)}, folder / "other.safetensors")
+    names = dict.fromkeys(weights, "model.safetensors") | {norm: "other.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(UserError, match=rf"model\.safetensors has '{norm}', which .* expects elsewhere; remove one"):
+        check_weights(folder, trained_shapes(read_config(folder)))
+
+
 def test_a_tied_head_that_is_stored_once_more_and_frequencies_of_old_folders_are_taken(tmp_path: Path) -> None:
     folder = small_model(tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
