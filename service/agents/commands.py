@@ -298,11 +298,9 @@ def _why(code: int) -> str:
 def _last_number(output: str) -> float:
     """The number in the last line of a scoring command's output; 1 if the line is no number."""
     last = next((line for line in reversed(output.split("\n")) if line.strip()), "")
-    try:
-        number = float(last)
-    except ValueError:
-        return 1.0
-    return _reward(number)
+    with suppress(ValueError):
+        return _reward(float(last))
+    return 1.0
 
 
 def _reward(score: Any) -> float:

@@ -38,6 +38,7 @@ from service.agents.requests import (
     NO_ROOM,
     ROOM_SECONDS,
     STREAM,
+    cut,
     error_answer,
     is_connected,
     key_of,
@@ -134,22 +135,19 @@ class Gateway:
     @web.middleware
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self._listener.heard(request)
+        dialect = dialect_of(request.path)
         try:
             response = await handler(request)
         except Refused as refused:
-            response = await error_answer(request, dialect_of(request.path), refused)
+            response = await error_answer(request, dialect, refused)
         except web.HTTPException as unknown:  # a request without a path, as `OPTIONS *`
-            no_path = Refused(unknown.status, None, "there is no such path")
-            response = await error_answer(request, dialect_of(request.path), no_path)
+            response = await error_answer(request, dialect, Refused(unknown.status, None, "there is no such path"))
             response.force_close()
         except ConnectionError:  # the client has left, or cannot get the rest of its answer
-            if request.transport is not None:
-                request.transport.abort()
-            response = request.get(STREAM) or web.Response()
+            response = cut(request)
         except Exception:  # a bug
             log.exception("a request could not be passed on")
-            failed = Refused(500, None, "the gateway failed")
-            response = await error_answer(request, dialect_of(request.path), failed)
+            response = await error_answer(request, dialect, Refused(500, None, "the gateway failed"))
         if response.status in CLOSING:
             response.force_close()
         return response

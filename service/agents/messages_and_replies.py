@@ -67,8 +67,13 @@ def extended(digest: bytes, message: Message) -> bytes:
 
 
 def _read(message: Mapping[str, Any]) -> Message:
-    role = "system" if message["role"] == "developer" else message["role"]
-    read: dict[str, Any] = {"role": role, "content": message["content"]}
+    read: dict[str, Any] = {
+        "role": "system" if message["role"] == "developer" else message["role"],
+        "content": message["content"],
+    }
+    for field in ("tool_call_id", "name", "reasoning_content"):
+        if of := message.get(field):
+            read[field] = of
     if calls := message.get("tool_calls"):
         read["tool_calls"] = [
             {
@@ -78,12 +83,6 @@ def _read(message: Mapping[str, Any]) -> Message:
             }
             for of in calls
         ]
-    if (of := message.get("tool_call_id")) is not None:
-        read["tool_call_id"] = of
-    if name := message.get("name"):
-        read["name"] = name
-    if thinking := message.get("reasoning_content"):
-        read["reasoning_content"] = thinking
     return cast(Message, read)
 
 

@@ -158,6 +158,13 @@ async def error_answer(request: web.Request, dialect: Dialect, refused: Refused)
     return stream
 
 
+def cut(request: web.Request) -> web.StreamResponse:
+    """Close the connection of a request."""
+    if request.transport is not None:
+        request.transport.abort()
+    return request.get(STREAM) or web.Response()
+
+
 def is_retry(request: web.Request) -> bool:
     """Whether the client marks the request as a retry, as the clients of OpenAI and Anthropic do."""
     return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")

@@ -23,7 +23,7 @@ from service.agents.dialects.dialect import MODEL, Refused, openai_error
 from service.agents.dialects.messages import read_to_count
 from service.agents.listening import Listener
 from service.agents.policy_calls import COUNT_TOKENS, NAMED, PolicyCalls, dialect_of
-from service.agents.requests import NO_ROOM, SESSION, STREAM, Requests, key_of
+from service.agents.requests import NO_ROOM, SESSION, Requests, cut, key_of
 from service.agents.session import Outcome, Session
 from service.agents.sessions import Sessions
 from service.handoff.steps.values import NEEDED
@@ -85,7 +85,7 @@ class Endpoint:
             response = await self.requests.refuse(request, dialect, refused)
         except ConnectionError:  # the client has left, or must go to another generator
             self.requests.undelivered += 1
-            response = _cut(request)
+            response = cut(request)
         except NotAllowed as wrong:  # by the body with which an agent ends its session
             field = re.split(r"\W", wrong.detail, maxsplit=1)[0]
             response = await self.requests.refuse(request, dialect, Refused(400, field, wrong.detail))
@@ -93,11 +93,11 @@ class Endpoint:
             log.exception("a request of dialect %s failed", dialect.name)
             session = request.get(SESSION)
             if session is not None and session.moves:
-                response = _cut(request)
+                response = cut(request)
             else:
                 response = await self.requests.refuse(request, dialect, Refused(500, None, "the endpoint failed"))
         if self.is_abandoned:
-            response = _cut(request)
+            response = cut(request)
         if response.status in CLOSING:
             response.force_close()
         return response
@@ -169,13 +169,6 @@ class Endpoint:
             if not session.recorded.result():
                 raise Refused(409, None, "the buffer takes no more of this trajectory")
         return web.json_response({})
-
-
-def _cut(request: web.Request) -> web.StreamResponse:
-    """Close the connection of a request."""
-    if request.transport is not None:
-        request.transport.abort()
-    return request.get(STREAM) or web.Response()
 
 
 def _outcome(body: Mapping[str, Any]) -> Outcome:

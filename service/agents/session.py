@@ -243,12 +243,7 @@ class Session:
         self.heard = asyncio.get_running_loop().time()
 
     async def until_finished(self, silence: float) -> None:
-        """Wait until the session has ended: a program elsewhere finishes it.
-
-        Raises:
-            TimeoutError: no request came for `silence` seconds.
-            CancelledError: another generator continues the session; `moves` is true.
-        """
+        """Wait until a program elsewhere has finished the session; see `AgentSession`."""
         self.hear()
         while not self.ended.done():
             if (left := silence - self.silence) <= 0:
@@ -371,11 +366,8 @@ class Session:
         reason: str = "",
         exit_code: int | None = None,
     ) -> None:
-        """End the session with the reward of its trajectory. A second call with the same result changes nothing.
-
-        `transcript`: the output of the agent's run, for people to read; the middle of a long output is left out.
-        `rewards`: further rewards, by the id of a call's reply, or by the name of a role: its newest call gets the
-        reward.
+        """End the session with the reward of its trajectory; for the arguments see `AgentSession`. A second call with
+        the same result changes nothing.
 
         If a value is not allowed, the session is closed with this error as the reason, and the trajectory is lost.
 

@@ -264,7 +264,7 @@ def taken_begun(messages: list[dict[str, Any]], continues: bool) -> str:
     if not continues:
         return ""
     last = messages.pop()
-    if last.keys() != {"role", "content"} or last["role"] != "assistant":
+    if last["role"] != "assistant" or any(of for name, of in last.items() if name not in ("role", "content")):
         raise Refused(400, f"messages[{len(messages)}]", "only an assistant's text can be continued")
     return str(last["content"])
 

@@ -139,19 +139,17 @@ def _pieces(answer: CallAnswer, asked: CallRequest) -> Iterator[dict[str, Any]]:
 
 
 def _message(message: _ChatMessage) -> dict[str, Any]:
-    read: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
-    if thinking := text_of(message.reasoning_content) or text_of(message.reasoning):
-        read["reasoning_content"] = thinking
-    if message.tool_calls:
-        read["tool_calls"] = [
+    return {
+        "role": message.role,
+        "content": text_of(message.content),
+        "reasoning_content": text_of(message.reasoning_content) or text_of(message.reasoning),
+        "tool_calls": [
             {"id": call.id, "function": {"name": call.function.name, "arguments": call.function.arguments or {}}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        read["tool_call_id"] = message.tool_call_id
-    if message.name:
-        read["name"] = message.name
-    return read
+            for call in message.tool_calls or ()
+        ],
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+    }
 
 
 def _tokens(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:

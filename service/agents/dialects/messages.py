@@ -205,8 +205,7 @@ def _assistant(blocks: list[Block]) -> dict[str, Any]:
         for block in blocks
         if isinstance(block, _ToolUse)
     ]
-    more = {"reasoning_content": thinking, "tool_calls": calls}
-    return {"role": "assistant", "content": text} | {name: value for name, value in more.items() if value}
+    return {"role": "assistant", "content": text, "reasoning_content": thinking, "tool_calls": calls}
 
 
 def _deltas(block: Mapping[str, Any]) -> list[dict[str, str]]:

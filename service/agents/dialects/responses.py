@@ -81,18 +81,18 @@ class _Reasoning(Struct, tag_field="type", tag="reasoning"):
     encrypted_content: str | None = None
 
 
-class _FunctionCall(Struct, tag_field="type", tag="function_call"):
+class _Call(Struct, kw_only=True):
     call_id: Name
     name: Name
+    namespace: str | None = None
+
+
+class _FunctionCall(_Call, kw_only=True, tag_field="type", tag="function_call"):
     arguments: str
-    namespace: str | None = None
 
 
-class _CustomCall(Struct, tag_field="type", tag="custom_tool_call"):
-    call_id: Name
-    name: Name
+class _CustomCall(_Call, kw_only=True, tag_field="type", tag="custom_tool_call"):
     input: str
-    namespace: str | None = None
 
 
 class _Output(Struct, tag_field="type", tag="function_call_output"):
@@ -100,9 +100,8 @@ class _Output(Struct, tag_field="type", tag="function_call_output"):
     output: Content
 
 
-class _CustomOutput(Struct, tag_field="type", tag="custom_tool_call_output"):
-    call_id: Name
-    output: Content
+class _CustomOutput(_Output, tag="custom_tool_call_output"):
+    pass
 
 
 Item = _MessageItem | _Reasoning | _FunctionCall | _CustomCall | _Output | _CustomOutput
@@ -271,7 +270,7 @@ def _is_part(item: Item, said: Mapping[str, Any], before: Item | None) -> bool:
         calls = ORDER[_FunctionCall]
         is_late = first == calls and not said["content"]  # some clients send calls before the text (Haystack)
         return first < second or first == second == calls or is_late
-    if not isinstance(item, _FunctionCall | _CustomCall) or not said.get("tool_calls"):
+    if not isinstance(item, _Call) or not said.get("tool_calls"):
         return False
     # A client may put a tool's answer between two calls of one answer.
     last, ours = OURS.fullmatch(said["tool_calls"][-1]["id"]), OURS.fullmatch(item.call_id)
@@ -284,7 +283,7 @@ def _message(item: Item) -> dict[str, Any]:
     if isinstance(item, _Reasoning):
         thinking = text_of(item.content) or text_of(item.summary)
         return {"role": "assistant", "content": "", "reasoning_content": thinking}
-    if isinstance(item, _Output | _CustomOutput):
+    if isinstance(item, _Output):
         return {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
     arguments = {"input": item.input} if isinstance(item, _CustomCall) else item.arguments
     called = {"name": _flat(item.namespace, item.name), "arguments": arguments}
