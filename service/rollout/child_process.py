@@ -175,7 +175,6 @@ class ChildProcess:
 
 def _environment() -> dict[str, str]:
     """The environment variables of a child process: this process's import path and user folder. `SAFE_PATH` is left
-    out, so that Python programs that the child starts have their usual import path.
-    """
+    out, so that Python programs that the child starts have their usual import path."""
     kept = {name: value for name, value in os.environ.items() if name != SAFE_PATH}
     return {**kept, USER_FOLDER: str(user_folder()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -54,16 +54,24 @@ def exact_json(text: str | bytes, keeps_null: bool = True, field: str = "", keep
     return value if keeps_null else _without_nulls(value)
 
 
+def read_arguments(arguments: Any) -> Any:
+    """The values in a call's arguments; arguments that are no text in JSON are unchanged. Raises `InexactJson`."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return exact_json(arguments, field="arguments")
+    except InexactJson:
+        raise
+    except (ValueError, RecursionError):
+        return arguments
+
+
 def check_calls(message: Mapping[str, Any]) -> None:
     """Raises `InexactJson` if a call in a message has arguments in JSON that cannot be read as they were written."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
-        try:
-            exact_json(call["function"]["arguments"], field="arguments")
-        except InexactJson:
-            raise
-        except (ValueError, TypeError, KeyError, RecursionError):  # the arguments are no text, or no JSON
-            continue
+        with suppress(TypeError, KeyError):  # it is no call
+            read_arguments(call["function"]["arguments"])
 
 
 def _not_finite(value: Any) -> str | None:

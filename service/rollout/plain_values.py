@@ -107,10 +107,11 @@ def plain_info(value: Any, field: str = "info") -> dict[str, float]:
     for name, number in info.items():
         if not isinstance(number, int | float | None):
             raise NotAllowed(reason, f"{field}[{name!r:.80}] is {number!r:.80}; a number is needed")
-    return {name: _as_float(number) for name, number in info.items()}
+    return {name: as_float(number) for name, number in info.items()}
 
 
-def _as_float(number: float | None) -> float:
+def as_float(number: Any) -> float:
+    """A number as a float; NaN for None, and for a number that is too large for a float."""
     try:
         return math.nan if number is None else float(number)
     except OverflowError:

@@ -231,15 +231,13 @@ class Chat:
         shown = []
         for form in FORMS:
             with suppress(MessagesRefused):
-                shown += [form] * (ANSWER["content"] in self._probe(form))
+                if form.place == "alone":
+                    after = self._after_mark([ANSWER], form)
+                else:
+                    after = self._after_call(self._render(called([ANSWER], MARK), form=form))
+                shown += [form] * (ANSWER["content"] in after)
         needs_call = all(form.place == "called" for form in shown)
         return shown[0]._replace(needs_call=needs_call) if shown else ToolForm("user")
-
-    def _probe(self, form: ToolForm) -> str:
-        """The part of a rendered test conversation that should contain the tool's answer."""
-        if form.place == "alone":
-            return self._after_mark([ANSWER], form)
-        return self._after_call(self._render(called([ANSWER], MARK), form=form))
 
     def text(self, response_ids: Int32s, with_special: bool = False) -> str:
         """The text of a response, with or without special tokens; tags (`TAG`) are always part of the text."""

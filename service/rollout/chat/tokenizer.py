@@ -70,8 +70,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         # Transformers raises different errors for different faults of the files.
         raise UserError(f"model.path: no tokenizer can be read from {folder}: {error}") from error
-    if not tokenizer.is_fast:
-        raise UserError(f"model.path: the tokenizer in {folder} has no tokenizer.json; save it as a fast tokenizer")
     if not tokenizer.chat_template:
         raise UserError(f"model.path: the tokenizer in {folder} has no chat template; add chat_template.jinja")
     if tokenizer.eos_token_id is None:

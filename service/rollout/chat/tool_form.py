@@ -9,15 +9,13 @@ form that others need. `Chat.tool_form` tries these forms and takes the first th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import xxhash
 
 from service.rollout.environment import Message
-from service.rollout.exact_json import check_calls
+from service.rollout.exact_json import read_arguments
 
 NO_CALL = {"tool_call_id": f"call_{'0' * 24}_0", "name": "tool"}
 """Id and name of a call, for an answer of a tool that names no call: some templates need them."""
@@ -33,7 +31,7 @@ class ToolForm(NamedTuple):
     """Whether an answer that follows no call becomes a message of the user: the template does not show it."""
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, converted to this form; errors as in `with_names`."""
+        """The messages, converted to this form; errors as in `with_names`, and `InexactJson` for a call's arguments."""
         fitted: list[Any] = []
         for message in with_names(messages):
             one: dict[str, Any] = dict(message)
@@ -53,10 +51,7 @@ class ToolForm(NamedTuple):
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])  # some templates render its keys in their order
-        function.setdefault("arguments", {})
-        if isinstance(function["arguments"], str):
-            with suppress(ValueError, RecursionError):
-                function["arguments"] = json.loads(function["arguments"])
+        function["arguments"] = read_arguments(function.get("arguments", {}))
         return {**call, **({"id": _short(call["id"])} if self.short_ids and "id" in call else {}), "function": function}
 
 
@@ -69,7 +64,7 @@ def with_names(messages: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     its id, in their order: ids may come again in later turns, or be missing in calls or answers.
 
     Raises:
-        ValueError: a call has no function with a name, or its arguments are not exact JSON.
+        ValueError: a call has no function with a name.
     """
     names, left = dict[Any, str](), list[tuple[Any, str]]()
     for message in messages:
@@ -80,7 +75,6 @@ def with_names(messages: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
                 left.remove(fit)
             if not own and (name := fit[1] if fit else names.get(of)):
                 message = {**message, "name": name}
-        check_calls(message)
         left = [] if message.get("tool_calls") else left
         for call in message.get("tool_calls") or ():
             function = call.get("function") if isinstance(call, Mapping) else None

@@ -42,8 +42,7 @@ def notes_of_prompts(
 
 def too_long(generator: GeneratorConfig, tasks: Sequence[Task], path: Path, chat: Chat) -> list[str]:
     """Lines that count the prompts that are too long, and the prompts that the chat template refuses; none if all
-    prompts fit. Such a prompt is no error, because an environment may begin with another prompt.
-    """
+    prompts fit. Such a prompt is no error, because an environment may begin with another prompt."""
     odd = [row for row, task in enumerate(tasks) if not all(of["role"] in ROLES for of in task.prompt)][:LOOKED_AT]
     looked_at = sorted({*range(0, len(tasks), -(-len(tasks) // LOOKED_AT)), *odd})
     lengths, refused = dict[int, int](), list[str]()

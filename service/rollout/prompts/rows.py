@@ -112,7 +112,9 @@ def _files_of(path: Path) -> list[Path]:
 
 def _read(file: Path) -> list[Any]:
     if (file / "task.toml").exists():
-        return [_task_row(file.resolve())]
+        folder, said = file.resolve(), file / "instruction.md"  # missing if a task has several steps
+        prompt = _text(said) if said.exists() else folder.name
+        return [{"uid": folder.name, "prompt": prompt, "task_folder": str(folder)}]
     if not file.is_file():
         raise UserError(f"dataset {file}: {'it is no plain file' if file.exists() else 'there is no such file'}")
     if (read := {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(file.suffix)) is None:
@@ -161,11 +163,6 @@ def messages_of(value: Any) -> Any:
         refuse_other_role(one.get("role", one.get("from")))
         check_calls(one)
     return [{"content": "", **one} if isinstance(one, dict) and "tool_calls" in one else one for one in value]
-
-
-def _task_row(folder: Path) -> dict[str, Any]:
-    said = folder / "instruction.md"  # missing if a task has several steps
-    return {"uid": folder.name, "prompt": _text(said) if said.exists() else folder.name, "task_folder": str(folder)}
 
 
 def _read_parquet(path: Path) -> list[Any]:
