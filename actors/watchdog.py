@@ -45,8 +45,7 @@ def start_watchdog(mark: str, ray_folder: Path | None = None, summary: Path | No
     folder of the local Ray, if there is one. If Ray's raylet died first, Ray may have ended this process before it
     could say why: then the watchdog says this, and writes the run's summary.
     """
-    files = [str(path) for path in (ray_folder, summary) if path is not None]
-    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, *files]
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, str(ray_folder or ""), str(summary or "")]
     environment = {key: value for key, value in os.environ.items() if key != MARK}
     # The first child exits at once. So the watchdog is not ended together with the driver's descendants.
     subprocess.run(command, check=True, timeout=30, start_new_session=True, env=environment, stdin=subprocess.DEVNULL)
@@ -140,19 +139,19 @@ def open_raylet(driver: int, known: Set[tuple[int, str]]) -> int:
 
 def main() -> None:
     """Wait for the death of the process named on the command line, then clean up."""
-    owner, mark, *files = int(sys.argv[1]), sys.argv[2], *map(Path, sys.argv[3:])
+    owner, mark, ray_folder, summary = sys.argv[1:]
     if os.fork():
         os._exit(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    known, is_raylet_first = wait_for_death(owner, mark)
-    if is_raylet_first and len(files) == 2 and not (files[0] / IN_ORDER).exists() and not files[1].exists():
+    known, is_raylet_first = wait_for_death(int(owner), mark)
+    if is_raylet_first and summary and not Path(ray_folder, IN_ORDER).exists() and not Path(summary).exists():
         with contextlib.suppress(OSError):  # the disk is full, or the terminal gone
-            files[1].write_text(json.dumps({"state": "failed", "reason": NO_RAYLET, "exit_code": 1}) + "\n")
+            Path(summary).write_text(json.dumps({"state": "failed", "reason": NO_RAYLET, "exit_code": 1}) + "\n")
             print(NO_RAYLET, flush=True)
     end_processes(mark, known)
-    for folder in files[:1]:
-        shutil.rmtree(folder, ignore_errors=True)
+    if ray_folder:
+        shutil.rmtree(ray_folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
