@@ -14,8 +14,7 @@ from service.files import create_private
 def keep_token_private(environment: Mapping[str, str], home: Path) -> None:
     """Make Ray's token file readable only by its user. If a new Ray will be started and the file is missing, write it,
     because Ray would write a file that everyone can read. `UserError` if the file cannot be protected, or if
-    authentication is off: Ray listens on all interfaces, so anyone who reaches it could run code as this user.
-    """
+    authentication is off: Ray listens on all interfaces, so anyone who reaches it could run code as this user."""
     if (mode := environment.get("RAY_AUTH_MODE", "token")).lower() != "token":
         raise UserError(
             f"RAY_AUTH_MODE={mode}: without a token, anybody who reaches the ports of Ray can run code there; unset "

@@ -312,7 +312,9 @@ class Coordinator:
                 return
             report = await self._trainer.step(leased.parts)
         if not report.applied:
-            return await self._release(leased, report.reason or "not applied")
+            why = report.reason or "not applied"
+            accepted(await ask_buffer(self._buffer.release, self._version.incarnation, leased.lease, why))
+            return self._observer.not_applied(leased, self._version.step + 1, why)
         await self._commit(leased, report.metrics)
         await self._publish()
         await self._evaluate(self._evaluations.is_due(self._version.step))
@@ -370,10 +372,6 @@ class Coordinator:
             if answer.reason is WaitReason.FILTERED:
                 raise RunFailed(f"{answer.detail}; nothing is left to learn from")
         return None
-
-    async def _release(self, leased: LeasedBatch, reason: str) -> None:
-        accepted(await ask_buffer(self._buffer.release, self._version.incarnation, leased.lease, reason))
-        self._observer.not_applied(leased, self._version.step + 1, reason)
 
     async def _restart_trainer(self, error: BatonError) -> Manifest | None:
         """Restart all ranks. Returns the newest checkpoint, from which they continue; None if they begin again with the

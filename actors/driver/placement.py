@@ -24,7 +24,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.engine.vllm_engine import engine_env
+from actors.engine.vllm_arguments import engine_env
 from service.config import Config
 from service.errors import RunFailed, UserError
 from service.observe.summary import duration

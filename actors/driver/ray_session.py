@@ -108,9 +108,8 @@ def _watch(over: threading.Event, failed: Callable[[str], None]) -> None:
             check_address(node.gcs_address)
             silent = 0.0
         except UserError:
-            silent += LOOK_SECONDS + min(
-                time.monotonic() - began, CONNECT_SECONDS
-            )  # a frozen process counts as this long
+            # A process that was frozen counts only the usual time.
+            silent += LOOK_SECONDS + min(time.monotonic() - began, CONNECT_SECONDS)
         if silent > SILENT_SECONDS:
             ended.append(f"Ray's control store at {node.gcs_address} has not answered for {silent:.0f} s")
         if ended and not over.is_set():

@@ -92,13 +92,12 @@ def guarded(folder: RunWriter, work: Callable[[], int], steps: int = 0) -> int:
         end_early(folder, say, steps)
         return int(stopped.code or 0)
     except (BatonError, OSError) as error:
-        failure = (
-            error
-            if isinstance(error, BatonError)
-            else RunFailed(f"{error.filename or path}: {error.strerror or error}")
-        )
         if not path.is_dir() and not isinstance(error, UserError):  # the folder of refused input is deleted
-            failure = RunFailed(f"{path}: the folder was renamed or deleted while its run went on")
+            failure: BatonError = RunFailed(f"{path}: the folder was renamed or deleted while its run went on")
+        elif isinstance(error, BatonError):
+            failure = error
+        else:
+            failure = RunFailed(f"{error.filename or path}: {error.strerror or error}")
         with contextlib.suppress(OSError):  # the disk may be what failed
             folder.write_summary({"state": "failed", "reason": str(failure), "exit_code": failure.exit_code})
         raise failure from error

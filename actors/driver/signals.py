@@ -172,8 +172,7 @@ def when_stuck(give_up: Callable[[int], None]) -> Iterator[None]:
 @contextmanager
 def force_after(seconds: float, end: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
     """Yield a function that takes the number of a signal. If the `with` block has not ended `seconds` after the first
-    call of that function, `end` is called with the number, from another thread.
-    """
+    call of that function, `end` is called with the number, from another thread."""
     started: list[threading.Timer] = []
 
     def start(number: int) -> None:

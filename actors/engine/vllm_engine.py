@@ -208,7 +208,8 @@ class VllmEngine:
                 raise ValueError(f"weights of version {version} are older than {self.serving}, which the engine serves")
             if self._config.weights.transport == "memory":
                 return await self._unless_dead(self._pull(version, cast(Sequence[Source], data)))
-            return await self._unless_dead(self._receive(version, cast(WeightBytes, data), checksum))
+            info, n_bytes = decode_announcement(cast(WeightBytes, data), checksum, self._size)
+            return WeightUpdate(n_bytes, await self._unless_dead(self._swap(version, info, tries=1)))
 
     async def _pull(self, version: PolicyVersion, sources: Sequence[Source]) -> WeightUpdate:
         with closing(WeightFile(version.pack(), sources)) as file:
@@ -218,11 +219,6 @@ class VllmEngine:
             except RunFailed:
                 file.check()  # raises `WeightsGone` if the weights were replaced
                 raise
-
-    async def _receive(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
-        """Load weights from the trainer's GPU. `data` announces the tensors that a rank shares."""
-        info, n_bytes = decode_announcement(data, checksum, self._size)
-        return WeightUpdate(n_bytes, await self._swap(version, info, tries=1))
 
     async def _swap(self, version: PolicyVersion, info: dict[str, Any], tries: int) -> float:
         llm = self._running()

@@ -1,9 +1,8 @@
 """Code that runs inside vLLM's worker process: it loads weights or an adapter, repacks them for CPUs, and ends the
 worker if its owner has died.
 
-vLLM imports this module before it loads the model (`worker_extension_cls`). So the import itself prepares the
-process: AMX permission, adapters on CPU, the watch over the owner, the weight transfer backends, and filters of the
-log.
+vLLM imports this module before it loads the model (`worker_extension_cls`). So the import itself prepares the process:
+AMX permission, adapters on CPU, the watch over the owner, the weight transfer backends, and filters of the log.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm import ModelRegistry
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 from vllm.lora.lora_model import LoRAModel

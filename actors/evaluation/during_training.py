@@ -1,6 +1,5 @@
 """The evaluations of a run. An evaluation plays every evaluation set with the weights of one step; its results are
-written to the run folder and the terminal. Training waits until all engines have evaluated.
-"""
+written to the run folder and the terminal. Training waits until all engines have evaluated."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from actors.calls import ACTOR_FAILED, in_a_line
 from actors.evaluation.evaluator import evaluate_on
 from actors.generator.generator_pool import GeneratorPool
 from service.config import DataConfig, RunConfig
-from service.errors import Starved
 from service.evaluation.scores import Evaluation, table
 from service.run.folder import EVALUATIONS, read_lines
 from service.run.records.writer import RunWriter
@@ -92,33 +90,20 @@ class Evaluations:
 
         No trajectory is submitted to the buffer.
         """
-        up = self._pool.up()
-        if not up:
-            self._say(f"the evaluation of {name} was given up: no generator is up")
-            return None
+        up, why = self._pool.up(), "no generator is up"
+        self._pool.evaluating |= set(up)  # meanwhile they leave only if their node ends
         try:
-            return await self._evaluated_on(up, name, tasks_file, n_samples, most)
-        except ACTOR_FAILED as error:
-            self._say(f"the evaluation of {name} was given up: {in_a_line(error)}")
-            return None
-
-    async def _evaluated_on(
-        self, up: Mapping[str, Any], name: str, path: Path, n_samples: int, most: int | None
-    ) -> Evaluation:
-        """Evaluate a set on these generators. Meanwhile a generator leaves only if its node ends.
-
-        Raises:
-            Starved: the evaluation took longer than `data.eval_deadline`.
-        """
-        deadline = self._data.eval_deadline
-        self._pool.evaluating |= set(up)
-        try:
-            async with asyncio.timeout(deadline):
-                return await evaluate_on(list(up.values()), name, path, n_samples, most)
+            if up:
+                async with asyncio.timeout(self._data.eval_deadline):
+                    return await evaluate_on(list(up.values()), name, tasks_file, n_samples, most)
         except TimeoutError:
-            raise Starved(f"it took more than {deadline:.0f} s") from None
+            why = f"it took more than {self._data.eval_deadline:.0f} s"
+        except ACTOR_FAILED as error:
+            why = in_a_line(error)
         finally:
             self._pool.evaluating -= set(up)
+        self._say(f"the evaluation of {name} was given up: {why}")
+        return None
 
     async def _unless_stopped(self, evaluating: Any) -> Any:
         """Wait for an evaluation, or cancel it if the run is stopped."""

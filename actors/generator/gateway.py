@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import ray
 from actors.calls import ACTOR_FAILED, call, resolve_actor
 from actors.deaths import Supervised
 from actors.observe.actor_logs import keep_log
+from actors.observe.hub_port import listening_at
 from service.agents.agents import GatewayRoute, is_loopback, named_errors, warn_if_open
 from service.agents.gateway import Gateway
 from service.agents.listening import address_of
@@ -43,11 +43,8 @@ class GatewayAddress(NamedTuple):
         Raises:
             UserError: the port is taken, or the host is not an address of this machine.
         """
-        with named_errors(config):
-            found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
-            family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
-            with socket.create_server(address[:2], family=family) as listening:
-                host, port = listening.getsockname()[:2]
+        with named_errors(config), listening_at(config.host, config.port) as listening:
+            host, port = listening.getsockname()[:2]
         on_all = host in ("0.0.0.0", "::")  # other hosts get an address at which they can reach it
         url = address_of(ray.util.get_node_ip_address() if on_all else host, port)
         return GatewayAddress(url, ray.get_runtime_context().get_node_id()), port

@@ -34,7 +34,7 @@ def listening_socket(metrics: MetricsConfig, earlier: int | None = None) -> sock
     tried = [*ports] if earlier is None or metrics.port else [earlier, *ports]
     for port in tried:
         try:
-            return _listening(metrics.host, port)
+            return listening_at(metrics.host, port)
         except UnicodeError:
             raise UserError(f"metrics.host: {metrics.host!r:.80} is no name of a host") from None
         except OSError as error:
@@ -43,7 +43,7 @@ def listening_socket(metrics: MetricsConfig, earlier: int | None = None) -> sock
     raise ValueError("there is no port to try")
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listening_at(host: str, port: int) -> socket.socket:
     """A listening socket at the host's first address, an IPv4 address if there is one."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)

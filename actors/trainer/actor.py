@@ -207,15 +207,11 @@ class TrainerRank(Supervised):
         if self._profile.file is not None:
             self._write_profile(self._profile.file)
         if self._device.type == "cuda":
-            report = report._replace(metrics=report.metrics | self._memory())
+            reserved = torch.cuda.max_memory_reserved(self._device)
+            if self._steps == 1:
+                log.info("memory of the GPU after the first step: %s reserved", in_gb(reserved))
+            report = report._replace(metrics=report.metrics | {"trainer/gpu_reserved_bytes": float(reserved)})
         return report
-
-    def _memory(self) -> dict[str, float]:
-        """Return the peak of the memory that this process reserved on its GPU."""
-        reserved = torch.cuda.max_memory_reserved(self._device)
-        if self._steps == 1:
-            log.info("memory of the GPU after the first step: %s reserved", in_gb(reserved))
-        return {"trainer/gpu_reserved_bytes": float(reserved)}
 
     def _write_profile(self, recorded: bytes) -> None:
         """Write the recorded steps to `profiles/` of the run folder, if this host shares that folder."""

@@ -67,12 +67,10 @@ class TrainerGroup:
             await self._start("load", places[0][1], str(model_folder), self.nodes, adapter, self._checkpointing)
         except (ray.exceptions.RayActorError, RuntimeError) as error:
             # A rank may notice the death of another rank before Ray does; gloo has no class of errors for it.
-            if (
-                not isinstance(error, ray.exceptions.RayActorError | DistError)
-                and "gloo" not in in_a_line(error).lower()
-            ):
+            why = in_a_line(error)
+            if not isinstance(error, ray.exceptions.RayActorError | DistError) and "gloo" not in why.lower():
                 raise
-            raise TrainerLost(f"the trainer failed as it started ({in_a_line(error)})") from error
+            raise TrainerLost(f"the trainer failed as it started ({why})") from error
         except OutOfMemory as error:
             if error.lighter is None:
                 raise TrainerLost(f"the trainer failed as it started ({_with_advice(error)})") from error

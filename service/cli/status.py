@@ -23,7 +23,6 @@ from service.run.folder import (
     ADDRESS,
     CHECKPOINTS,
     NEWEST_HELP,
-    RUNS,
     SUMMARY,
     check_begun,
     find_run,
@@ -71,12 +70,12 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def run_status(target: str, runs: Path = RUNS) -> Status:
+def run_status(target: str) -> Status:
     """The status of a run, or `{"folder": ..., "summary": ...}` if it has ended. `UserError` if it does not answer and
     has no summary."""
-    folder = find_run(target, runs)
+    folder = find_run(target)
     if folder is None:
-        return fetch_status(_address(target, runs))
+        return fetch_status(_address(target))
     check_begun(folder)
     summary = _read_summary(folder)
     try:
@@ -94,14 +93,14 @@ def run_status(target: str, runs: Path = RUNS) -> Status:
     return {"folder": str(folder), "summary": summary}
 
 
-def _address(target: str, runs: Path) -> str:
+def _address(target: str) -> str:
     """The address of a run, from a URL or `host:port`; raises a `UserError` for any other word."""
     if target.startswith(SCHEMES):
         return target.rstrip("/").removesuffix("/status")
     host, _, port = target.rpartition(":")
     if host and port.isdigit():
         return f"http://{target}"
-    raise no_such_run(target, runs, besides="a URL, host:port, ")
+    raise no_such_run(target, besides="a URL, host:port, ")
 
 
 def _address_in(folder: Path) -> str:

@@ -102,7 +102,6 @@ def _evaluation(config: Config) -> Iterator[str]:
             f"data.eval_make_rows: the made set would take the place of data.eval.{MADE_SET}, which would never be "
             "played; give that one another name"
         )
-    yield from _best(config)
     if every % sync_every:
         yield (
             f"data.eval_every: {every} is no multiple of weights.sync_every ({sync_every}): the engines would be "
@@ -154,7 +153,6 @@ def _command(config: Config) -> Iterator[str]:
             f"env.limits.seconds: with score_seconds ({seconds:g} together) exceeds agents.deadline "
             f"({endpoint.deadline:g}): a slow run would be lost before it is scored; lower it, or raise agents.deadline"
         )
-    yield from _words(config)
 
 
 def _words(config: Config) -> Iterator[str]:
@@ -419,7 +417,7 @@ def _shared_gpus(config: Config) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _store, _model, _adapter, _data, _evaluation, _agents, _roles, _command, _generator, _scorers,
+    _store, _model, _adapter, _data, _evaluation, _best, _agents, _roles, _command, _words, _generator, _scorers,
     _staleness, _bytes, _estimator, _algorithm, _teacher, _packing, _weights, _shared_gpus,
 )  # fmt: skip
 """The rules, one for each subject, in the order of the configuration tree."""

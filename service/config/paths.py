@@ -158,14 +158,14 @@ def _on_hub(named: Named, path: Path) -> str:
     return f" (did you mean {found[0]}{'' if found['file'] else form}?)"
 
 
-def check_output(file: Path, option: str = "--output") -> None:
-    """Raises `UserError` if results cannot be written to a file."""
+def check_output(file: Path) -> None:
+    """Raises `UserError` if a command cannot write its results to the file that `--output` names."""
     if file.is_dir():
-        raise UserError(f"{option} {file}: is a folder; give a file")
+        raise UserError(f"--output {file}: is a folder; give a file")
     if not file.parent.is_dir():
-        raise UserError(f"{option} {file}: there is no folder {file.parent}; make it first")
+        raise UserError(f"--output {file}: there is no folder {file.parent}; make it first")
     if not os.access(file if is_written_through(file) else file.parent, os.W_OK):
-        raise UserError(f"{option} {file}: cannot be written; give a file that can")
+        raise UserError(f"--output {file}: cannot be written; give a file that can")
 
 
 def _kind(setting: str, path: Path) -> Literal["file", "folder", "device or pipe"] | None:

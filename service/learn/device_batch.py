@@ -227,7 +227,7 @@ class DeviceBatch(NamedTuple):
         loss_token_M = np.flatnonzero(micro.loss_mask_N)
         own_M, state_M = layout.own(layout.slot_N[loss_token_M - 1])
         loss_token_M = loss_token_M[own_M]
-        experts_NLK, experts_SLK = micro.routed_experts_N, None
+        teacher_N, experts_NLK, experts_SLK = micro.teacher_logprobs_N, micro.routed_experts_N, None
         if experts_NLK is not None:
             unknown = np.int64(ROUTE_NATIVELY).astype(experts_NLK.dtype)
             experts_SLK = to_device(layout.in_slots(experts_NLK, int(unknown)), device)
@@ -252,11 +252,7 @@ class DeviceBatch(NamedTuple):
             staleness_M=copy(micro.staleness_N[loss_token_M], torch.int64),
             temperature_R=copy(micro.temperature_R, settings.dtype),
             trajectory_of_row_R=copy(micro.trajectory_of_row_R, torch.int64),
-            teacher_logprob_M=(
-                None
-                if micro.teacher_logprobs_N is None
-                else copy(micro.teacher_logprobs_N[loss_token_M], settings.dtype)
-            ),
+            teacher_logprob_M=None if teacher_N is None else copy(teacher_N[loss_token_M], settings.dtype),
             support=Support.of(micro, loss_token_M, device),
             turn_M=None if micro.turn_N is None else copy(micro.turn_N[loss_token_M], torch.int64),
         )

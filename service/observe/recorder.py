@@ -15,7 +15,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from threading import Lock
 from typing import Any
 from zlib import crc32
@@ -95,11 +95,11 @@ class States:
     """Tracks the state of an object: records a span for each state, and sums the seconds by state. Several threads may
     use it."""
 
-    def __init__(self, trace: Trace, row: str, state: str, now: Callable[[], float] = time.monotonic) -> None:
-        self._trace, self._row, self._now = trace, row, now
+    def __init__(self, trace: Trace, row: str, state: str) -> None:
+        self._trace, self._row = trace, row
         self._lock = Lock()
         self._seconds: dict[str, float] = {}
-        self._since = self._recorded = now()
+        self._since = self._recorded = time.monotonic()
         self._detail: dict[str, Any] = {}
         self.state = state
 
@@ -109,7 +109,7 @@ class States:
             if state == self.state:
                 self._detail |= detail
                 return
-            now = self._now()
+            now = time.monotonic()
             self._seconds[self.state] = self._seconds.get(self.state, 0.0) + now - self._since
             self._record(now, SHORTEST_SECONDS)
             self.state, self._since, self._recorded, self._detail = state, now, now, detail
@@ -118,7 +118,7 @@ class States:
         """Seconds by state so far, including the current state. If the current state has lasted for long, this call
         also records a span for it up to now."""
         with self._lock:
-            now = self._now()
+            now = time.monotonic()
             self._record(now, LONG_SECONDS)
             return {**self._seconds, self.state: self._seconds.get(self.state, 0.0) + now - self._since}
 

@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
-    """Scores one group at a time: a scorer's process, or one of the concurrent requests to the process of a
-    teacher."""
+    """Scores one group at a time: a scorer's process, or one of the concurrent requests to a teacher's process."""
 
     async def ready(self) -> None:
         """Wait until the worker has started; raises `ScorerFailed` if it does not start."""

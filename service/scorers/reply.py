@@ -3,7 +3,6 @@ run a scorer's code in the buffer's process."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 
 from service.handoff.ledger.scores import LOGPROBS
 from service.handoff.scoring import Answer
+from service.rollout.plain_values import as_float
 from service.types import RefusalReason
 
 
@@ -108,19 +108,11 @@ def answer_of(given: Any, n_trajectories: int) -> Answer:
             raise TypeError(f"{type(rewards).__name__} and {type(info).__name__} are no lists")
         if len(rewards) != n_trajectories or len(info) not in (0, n_trajectories):
             raise TypeError(f"{len(rewards)} rewards and {len(info)} infos of {n_trajectories} trajectories")
-        numbers, texts = [_number(reward) for reward in rewards], [_text(each) for each in info]
+        # NaN, which a missing reward becomes, removes only its trajectory.
+        numbers, texts = [as_float(reward) for reward in rewards], [_text(each) for each in info]
     except (TypeError, ValueError) as error:
         raise ScorerFailed(Failure.MALFORMED, str(error)[:200]) from error
     return Answer(numbers, texts)
-
-
-def _number(reward: Any) -> float:
-    """A reward as a float. A missing reward, or one too large for a float, becomes NaN, which removes only its
-    trajectory."""
-    try:
-        return math.nan if reward is None else float(reward)
-    except OverflowError:
-        return math.nan
 
 
 def _text(info: object) -> str:

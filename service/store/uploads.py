@@ -4,8 +4,7 @@
     end of the run    ended, finish    final/ and how the run ended; waits until everything is there
 
 An open file stays readable after it is deleted, so an upload may take longer than its checkpoint is kept on the disk.
-Requests that fail are repeated for `REPEATED_SECONDS`; then the checkpoint is given up, and the next one is
-uploaded.
+Requests that fail are repeated for `REPEATED_SECONDS`; then the checkpoint is given up, and the next one is uploaded.
 """
 
 from __future__ import annotations

@@ -165,12 +165,9 @@ def _unsupported(config: PretrainedConfig) -> str | None:
     if window is not None and not (type(window) is int and window >= 0):
         return f"its sliding_window is {window!r:.40}; it must be a whole number"
     rope = getattr(config, "rope_parameters", None) or {}
-    for rope_type in {of_layers.get("rope_type", "default") for of_layers in _ropes(rope)}:
+    of_kinds = [of_kind for of_kind in rope.values() if isinstance(of_kind, Mapping)] or [rope]
+    for rope_type in {of_kind.get("rope_type", "default") for of_kind in of_kinds}:
         if rope_type not in ROPE_TYPES:
             # dynamic and longrope pick frequencies by the longest row of a forward pass
             return f"its RoPE is of type {rope_type!r}; supported are {', '.join(ROPE_TYPES)}"
     return None
-
-
-def _ropes(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [of_layers for of_layers in rope.values() if isinstance(of_layers, Mapping)] or [rope]

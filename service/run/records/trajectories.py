@@ -144,8 +144,7 @@ def trajectory_records(
                 for score in group.scores
             },
         }
-        record = _record(end.trajectory, end.prompt_uid, steps, end, at, settings) | facts
-        records.append(record)
+        records.append(_record(end.trajectory, end.prompt_uid, steps, end, at, settings) | facts)
     if batch.turn_advantage_X is not None:
         turns_G = [len(own) for group in groups for own in _steps_by_sample(group)]
         first_turn_G = offsets_of(np.array(turns_G))
