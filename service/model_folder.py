@@ -245,10 +245,9 @@ def head_rows(folder: Path) -> int:
 
 
 def declared_ends(folder: Path) -> list[int]:
-    """The token ids that end a turn according to the folder's generation_config.json; empty without one."""
-    if not (file := folder / "generation_config.json").is_file():
-        return []
-    ends = _json(file).get("eos_token_id")
+    """The token ids that end a turn according to the folder's generation_config.json, or else its config.json."""
+    files = [file for name in ("generation_config.json", MODEL_CONFIG) if (file := folder / name).is_file()]
+    ends = text_part(_json(files[0])).get("eos_token_id") if files else None
     return [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
 
 

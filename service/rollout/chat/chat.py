@@ -180,6 +180,7 @@ class Chat:
         """The token that ends a turn; `conversation` appends it if the policy stopped without an end token."""
         self.end_ids: tuple[int, ...] = (eos, *ends)
         """All tokens at which the engine should stop."""
+        self._declared_ends = self.end_ids
         self.closing_id: int | None = None
         """The token with which the template closes an earlier turn; None: the first token of the next message ends the
         turn."""
@@ -192,11 +193,14 @@ class Chat:
         """The token for unknown characters; None if the tokenizer has none, or uses it as the end of a turn (GPT-2)."""
 
     def notes(self, has_tools: bool) -> list[str]:
-        """Warnings about tools: what the template omits of them. `has_tools`: whether prompts may have tools."""
+        """Warnings about ends that the folder does not declare, and about what the template omits of tools.
+        `has_tools`: whether prompts may have tools."""
         answers = "the chat template refuses, drops or moves answers of tools: they become messages of the user"
         calls = "the chat template leaves out earlier calls of tools where it renders a conversation again"
         tools = "the chat template shows no tools: describe them in the messages"
-        notes = [answers] * (self.tool_form.place == "user")
+        end = f"turns end with {self._tokenizer.convert_ids_to_tokens(self.end_id)}, but the folder names it in no"
+        unnamed = f"{end} eos_token_id: other engines will not stop there; add it to generation_config.json"
+        notes = [unnamed] * (self.end_id not in self._declared_ends) + [answers] * (self.tool_form.place == "user")
         if has_tools:
             with suppress(MessagesRefused):
                 notes += [calls] * (MARK not in self._render(called([ANSWER], MARK)))

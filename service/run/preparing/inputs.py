@@ -157,6 +157,8 @@ def read_conversations(
     train = conversation_rows(data.train, *how)
     if note := unknown_note(train, chat):
         say(f"NOTE {data.train}: {note}")
+    for note in chat.notes(has_tools=False):
+        say(f"NOTE {note}")
     return model.path, train, held_out
 
 

@@ -396,3 +396,14 @@ def test_a_turn_ends_where_the_familys_turn_ends_and_never_twice(tmp_path: Path)
     make_tokenizer(tmp_path, lookup.vocabulary())
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 0]}')
     assert load_chat(tmp_path, GeneratorConfig()).end_ids[-2:] == (3, 0)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": [0, 3], "vocab_size": 99}}')
+    assert load_chat(tmp_path, GeneratorConfig()).end_ids[-2:] == (0, 3), "without the other file"
+
+
+def test_an_end_that_the_folder_does_not_declare_is_a_note_because_other_engines_would_not_stop_there() -> None:
+    (tokenizer := tokenizer_of(CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT)).eos_token = "</s>"
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert Chat(tokenizer, ends=[end]).notes(has_tools=False) == []
+    (note,) = Chat(tokenizer).notes(has_tools=False)
+    assert note.startswith("turns end with <|im_end|>, but the folder names it in no eos_token_id")
