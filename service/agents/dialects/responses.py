@@ -39,7 +39,7 @@ from service.agents.dialects.body import (
 from service.agents.dialects.dialect import CallAnswer, CallRequest, Dialect, Refused, frame, openai_error
 
 EMPTY: Mapping[str, Mapping[str, Any]] = {
-    "reasoning": {},
+    "reasoning": {"content": []},
     "message": {"content": [], "status": "in_progress"},
     "function_call": {"arguments": "", "status": "in_progress"},
     "custom_tool_call": {"input": ""},
@@ -207,14 +207,14 @@ def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
         empty = EMPTY[item["type"]]
         yield event("output_item.added", output_index=index, item={**item, **empty})
         at = {"item_id": item["id"], "output_index": index}
-        if item["type"] == "message":
-            (part,) = item["content"]
-            at |= {"content_index": 0}
+        for part in item.get("content", ()):
+            kind, at = part["type"], at | {"content_index": 0}
+            more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
             yield event("content_part.added", **at, part={**part, "text": ""})
-            yield event("output_text.delta", **at, delta=part["text"], logprobs=[])
-            yield event("output_text.done", **at, text=part["text"], logprobs=[])
+            yield event(f"{kind}.delta", **at, delta=part["text"], **more)
+            yield event(f"{kind}.done", **at, text=part["text"], **more)
             yield event("content_part.done", **at, part=part)
-        elif item["type"] == "function_call":
+        if item["type"] == "function_call":
             written = item["arguments"]
             yield event("function_call_arguments.delta", **at, delta=written)
             yield event("function_call_arguments.done", **at, name=item["name"], arguments=written)

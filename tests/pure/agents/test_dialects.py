@@ -102,6 +102,8 @@ async def test_codex_gets_namespaces_and_free_text_back_as_it_named_them(
     assert [schema.validate_python(event).sequence_number for event in events] == list(range(len(events)))
     output = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert events[-1]["response"]["output"] == output
+    deltas = [event["delta"] for event in events if event["type"].endswith("delta")]
+    assert deltas == ["look", '{"task": "x"}', "*** Begin\n", '{"patch": 5}', "{}"]
     assert [(item["type"], item.get("namespace"), item.get("name")) for item in output] == [
         ("reasoning", None, None),
         ("function_call", "agents_v1", "spawn"),
