@@ -74,7 +74,7 @@ class Policy:
         self.dtype: torch.dtype = getattr(torch, settings.model.dtype)
         self.accumulation_dtype = accumulation_dtype(self.dtype)
         self._folder = folder
-        self.lora = settings.model.lora
+        self.lora, self.adapter = settings.model.lora, settings.model.adapter
         trainer = settings.trainer
         self.sharded = world_size > 1 or sharded
         copies = [list(range(world_size))] if nodes is None or trainer.shard_within == "all" else ranks_by_node(nodes)
@@ -226,8 +226,8 @@ class FrozenWeights:
 
     Each rank copies its shard of the master weights (float32, on the device or in CPU memory). For a forward pass the
     copy is swapped with the trained weights and afterwards swapped back, so no second model is needed. If an adapter is
-    trained, only the adapter is copied. The KL reference is then the base model without the adapter, unless the
-    reference is renewed (`algorithm.reference.refresh_every`).
+    trained, only the adapter is copied. The KL reference is then the base model without the adapter, unless training
+    starts with an adapter (`model.adapter`), or the reference is renewed (`algorithm.reference.refresh_every`).
     """
 
     def __init__(self, algorithm: AlgorithmConfig, policy: Policy) -> None:
@@ -238,7 +238,8 @@ class FrozenWeights:
         at every step is the current policy, and needs no copy."""
         if algorithm.anchor == "proximal" and algorithm.anchor_every > 1:
             self._refresh_every["proximal"] = algorithm.anchor_every
-        self._reference_is_base = policy.lora is not None and not algorithm.reference.refresh_every
+        is_new = policy.lora is not None and policy.adapter is None
+        self._reference_is_base = is_new and not algorithm.reference.refresh_every
         if algorithm.kl_coef > 0:
             self._refresh_every["reference"] = algorithm.reference.refresh_every
         self.copies: dict[str, dict[str, Tensor]] = {}

@@ -34,8 +34,8 @@ from service.rollout.exact_json import check_calls, exact_json
 log = logging.getLogger(__name__)
 
 FORMS = (".jsonl", ".parquet")
-SPLIT = re.compile(r"^(train|test|validation|valid|val|dev|eval)(?=[-_.])")
-"""The beginning of a file's name if it names the split."""
+SPLIT = re.compile(r"^(?:.*?[-_.])?(train|test|validation|valid|val|dev|eval)(?=[-_.])")
+"""The beginning of a file's name, up to the split that it names."""
 ENDINGS = "arrow|avro|bz2|csv|feather|gz|jsonl|lz4|ndjson|orc|parquet|pq|tsv|xz|zip|zst"
 UNREAD = re.compile(rf".*\.({ENDINGS})|{SPLIT.pattern}.*\.json", re.IGNORECASE)
 """Names of files that may hold rows, but cannot be read unless their ending is one of `FORMS`."""
@@ -102,9 +102,9 @@ def _files_of(path: Path) -> list[Path]:
     if unread := [file for file in inside if file.suffix not in FORMS and UNREAD.fullmatch(file.name)]:
         raise UserError(f"dataset {path}: {unread[0]} would not be read; give .jsonl or .parquet files")
     found = [file for file in inside if file.suffix in FORMS]
-    sets = {(file.parent, *SPLIT.findall(file.name)[:1]) for file in found}
+    sets = {(file.parent, *SPLIT.findall(file.name.lower())[:1]) for file in found}
     if len(sets) != 1:
-        names = " or ".join(sorted(str(Path(folder, "".join([*split, "*"]))) for folder, *split in sets))
+        names = " or ".join(sorted(str(Path(folder, "*".join(["", *split, ""]))) for folder, *split in sets))
         has = f"several sets; give {names}" if sets else "no .jsonl or .parquet files"
         raise UserError(f"dataset {path}: the folder has {has}")
     return found

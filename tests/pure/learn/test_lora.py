@@ -151,6 +151,16 @@ def test_a_reference_that_is_renewed_is_a_copy_of_the_adapter(model_folder: Path
     assert kl[0] == 0 and kl[1] > 0 and kl[2] == 0
 
 
+def test_the_reference_of_a_run_that_starts_with_an_adapter_is_that_adapter(model_folder: Path, tmp_path: Path) -> None:
+    batch = mini_batch([[made_rows(4, seed=61)]], trajectories=4)
+    earlier = learner(settings(trainer={"lr": 0.05}, lora=LORA), model_folder)
+    assert earlier.step(batch).applied
+    earlier.export(tmp_path / "adapter")
+    ours = learner(settings(KL, lora=LORA, adapter=tmp_path / "adapter"), model_folder)
+    kl = [ours.step(batch).metrics["policy/reference_kl"] for _ in range(2)]
+    assert kl[0] == 0 < kl[1]
+
+
 def test_experts_get_no_adapter_and_a_target_that_the_model_lacks_is_named(tmp_path: Path) -> None:
     folder = saved("qwen3_moe", tmp_path)
     with pytest.raises(UserError, match=r"has experts.*\[q_proj,k_proj,v_proj,o_proj\]"):

@@ -170,8 +170,12 @@ def test_the_files_of_a_folder_or_of_a_pattern_are_one_data_set_in_the_order_of_
     joined = train_file(DataConfig(train=tmp_path / "hub"), EnvConfig(), tmp_path / "run", 0)
     assert [task.uid for task in load_tasks(joined)] == [f"hub-{number}" for number in range(5)]
     (hub / "test-00000-of-00001.jsonl").touch()
-    with pytest.raises(UserError, match=rf"several sets; give {hub}/test\* or {hub}/train\*$"):
+    with pytest.raises(UserError, match=rf"several sets; give {hub}/\*test\* or {hub}/\*train\*$"):
         load_tasks(tmp_path / "hub")
+    for name in ("gsm8k_train.jsonl", "gsm8k_Test.jsonl"):
+        write_rows(tmp_path / "named" / name, rows)
+    with pytest.raises(UserError, match="several sets; give"):
+        load_tasks(tmp_path / "named")
     (hub / "dataset_info.json").touch()
     for name in ("train-00002.jsonl.gz", "part.JSONL", "train-00002.json", "part.ndjson"):
         (hub / name).touch()
