@@ -141,8 +141,9 @@ def registered(key: str, kind: str, setting: str, known: Mapping[str, Registered
     if module:
         try:
             own = import_user_module(module)
-        except ImportError as error:
-            raise ConfigError(f"{key}: the module {module!r} cannot be imported: {error}") from error
+        except (Exception, SystemExit) as error:  # a user's module may raise anything
+            why = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{key}: the module {module!r} cannot be imported: {why}") from error
     if module and name not in known and callable(getattr(own, name, None)):
         raise ConfigError(f'{key}: {setting} is not registered; put the decorator @{kind}("{name}") above the function')
     if name not in known:

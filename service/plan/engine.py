@@ -74,5 +74,5 @@ def check_engine(model: Any, generator: GeneratorConfig, dtype: str) -> None:
 
 def made_model(make: MakeModelConfig, env: EnvConfig) -> SimpleNamespace:
     """The numbers in the config.json of a model that a run makes. `UserError` if the environment has no words."""
-    words = synthetic_data(env.name, env.trusted_modules, "vocabulary").vocabulary()
+    words = synthetic_data(env.name, env.trusted_modules, "vocabulary")()
     return SimpleNamespace(**make.dimensions, vocab_size=len(words_of(words)))

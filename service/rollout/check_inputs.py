@@ -46,8 +46,8 @@ def check_inputs(
         if path is not None and any(file.exists() for file in matching(path)):
             check_environments(env, tasks_of(read_published(path, data.columns), path), path)
     if data.make_rows is not None:
-        (row,) = synthetic_data(env.name, env.trusted_modules).rows(1, seed)
-        check_environments(env, tasks_of([row], SYNTHETIC), SYNTHETIC)
+        made = synthetic_data(env.name, env.trusted_modules, "rows")(1, seed)
+        check_environments(env, tasks_of(made, SYNTHETIC), SYNTHETIC)
 
 
 def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> None:
@@ -91,3 +91,5 @@ def _refuse_missing_methods(environment: object, name: str, config: EnvConfig) -
     for method in () if is_agent else ("reset", "step", "close"):
         if not inspect.iscoroutinefunction(getattr(environment, method, None)):
             raise UserError(f"env.name: the environment {name!r} needs a method `async def {method}`; see docs/own.md")
+    if inspect.iscoroutinefunction(getattr(environment, "check_task", None)):
+        raise UserError(f"env.name: check_task of {name!r} is not awaited; write `def check_task`, without async")

@@ -21,7 +21,7 @@ MAX_CHARACTERS = 500
 MAX_NAME_CHARACTERS = 80
 
 HERE = os.path.dirname(__file__)
-CALLERS = (HERE, os.path.join(os.path.dirname(HERE), "scorers"))
+CALLERS = (HERE, os.path.join(HERE, "environments"), os.path.join(os.path.dirname(HERE), "scorers"))
 """Folders of the code that calls users' code."""
 
 

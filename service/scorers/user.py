@@ -139,7 +139,7 @@ class UserScorer:
         if isinstance(self._function, type):
             try:
                 scorer = self._function(**settings.options)
-            except Exception as error:  # a user's module may raise anything
+            except (Exception, SystemExit) as error:  # a user's class may raise anything
                 raise ConfigError(f"scorers.{name}.use: {settings.use}: {type(error).__name__}: {error}") from error
             self._function = scorer.logprobs if settings.kind == "teacher" else scorer.score
 
@@ -157,5 +157,5 @@ class UserScorer:
         """Call the function; raises `ScorerFailed`, with file and line, if it raises."""
         try:
             return self._function(argument)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
+        except BaseException as error:  # noqa: BLE001 - a user's code may raise anything, CancelledError too
             raise ScorerFailed(Failure.RAISED, describe_error(error)) from None

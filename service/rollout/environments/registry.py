@@ -13,13 +13,12 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import Any, Literal, Protocol
-
-import numpy as np
+from typing import Any, Literal
 
 from service.config.rollout import AGENT, COMPUTE_SCORE
 from service.errors import UserError
-from service.rollout.environment import Environment, Message
+from service.rollout.environment import Environment, is_text
+from service.rollout.user_errors import describe_error
 from service.user_code import enter_user_folder, import_object, import_user_module
 
 Options = Mapping[str, str | int | float | bool]
@@ -104,37 +103,47 @@ def _loaded(name: str, trusted_modules: Sequence[str]) -> tuple[ModuleType, Any]
 
 
 SyntheticFunction = Literal["rows", "vocabulary", "demonstrations"]
+IS_MADE: Mapping[SyntheticFunction, Callable[[Any], bool]] = {
+    "rows": lambda row: isinstance(row, dict),
+    "vocabulary": is_text,
+    "demonstrations": lambda messages: isinstance(messages, list | tuple) and all(map(_is_message, messages)),
+}
+"""Whether a value may be among the results of each function."""
 INSTEAD = "give data.train (and data.eval), and model.path"
 
 
-class SyntheticData(Protocol):
-    """A module with functions that make synthetic data for an environment: rows, words and demonstrations."""
+def synthetic_data(name: str, trusted_modules: Sequence[str], needed: SyntheticFunction) -> Callable[..., list[Any]]:
+    """The function `needed` of the environment's module, which makes synthetic data:
 
-    def rows(self, n: int, seed: int) -> list[dict[str, Any]]:
-        """Make `n` dataset rows."""
-
-    def vocabulary(self) -> tuple[str, ...]:
-        """All words that a word-level tokenizer for the environment needs."""
-
-    def demonstrations(self, n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-        """Make `n` conversations for a supervised warm start. About the fraction `right_fraction` of them solves its
-        task."""
-
-
-def synthetic_data(name: str, trusted_modules: Sequence[str] = (), needed: SyntheticFunction = "rows") -> SyntheticData:
-    """The environment's module, as the source of synthetic data. It must have the function `needed`; the other
-    functions are optional.
+    rows(n, seed)                             `n` dataset rows
+    vocabulary()                              all words that a word-level tokenizer for the environment needs
+    demonstrations(n, right_fraction, rng)    `n` conversations for a supervised warm start; about the fraction
+                                              `right_fraction` of them solves its task
 
     Raises:
-        UserError: the environment cannot be loaded, or its module lacks the function.
+        UserError: the environment cannot be loaded, or its module lacks the function; by the function: it raised an
+            error, or made something else.
     """
     if name == AGENT:
         raise UserError(f"env.name: {AGENT!r} runs a command, which makes no {needed}; {INSTEAD}")
-    data: Any = _loaded(name, trusted_modules)[0]
-    if not callable(getattr(data, needed, None)):
+    function = getattr(_loaded(name, trusted_modules)[0], needed, None)
+    if not callable(function):
         raise UserError(
             f"env.name: {name!r} makes no {needed}: its module has no function `{needed}`; write it "
             f"(docs/environments.md), or {INSTEAD}"
         )
-    source: SyntheticData = data
-    return source
+
+    def make(*arguments: Any) -> list[Any]:
+        try:
+            made = list(function(*arguments))
+            if wrong := [one for one in made if not IS_MADE[needed](one)]:
+                raise TypeError(f"{wrong[0]!a:.80} is among its results")
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
+            raise UserError(f"env.name: the function {needed} of {name!r} failed: {describe_error(error)}") from error
+        return made
+
+    return make
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and is_text(value.get("role")) and is_text(value.get("content"))

@@ -171,7 +171,7 @@ def _check_sizes(columns: Mapping[str, Any], number: int, path: Path) -> None:
             raise _error(path, number, column, f"is nested too deeply; allowed are {MAX_DEPTH} levels")
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False, skipkeys=True, default=str)
-            size = len(text.encode(errors="strict" if column in ENCODED else "replace"))
+            size = len(column.encode() + text.encode(errors="strict" if column in ENCODED else "replace"))
         except ValueError as error:
             half = "holds half a surrogate pair; allowed is text that UTF-8 can encode"
             told = half if isinstance(error, UnicodeEncodeError) else "holds NaN or infinity; leave the field out"

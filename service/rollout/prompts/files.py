@@ -47,7 +47,7 @@ def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Pat
         rows = (
             mixed_rows(data.mixture, data.columns)
             if data.make_rows is None
-            else synthetic_data(env.name, env.trusted_modules).rows(data.make_rows, seed)
+            else synthetic_data(env.name, env.trusted_modules, "rows")(data.make_rows, seed)
         )
         write_rows(path, rows)
     return path
@@ -59,8 +59,8 @@ def eval_files(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> dic
     if data.eval_make_rows is not None:
         files[MADE_SET] = folder / "eval.jsonl"
         if not files[MADE_SET].exists():
-            synthetic = synthetic_data(env.name, env.trusted_modules)
-            write_rows(files[MADE_SET], synthetic.rows(data.eval_make_rows, seed + EVAL_SEED))
+            rows = synthetic_data(env.name, env.trusted_modules, "rows")
+            write_rows(files[MADE_SET], rows(data.eval_make_rows, seed + EVAL_SEED))
     return files
 
 

@@ -34,7 +34,7 @@ def notes_of_prompts(
     with TemporaryDirectory() as made:
         folder = model.path or Path(made)
         if model.path is None:
-            words = synthetic_data(env.name, env.trusted_modules, "vocabulary").vocabulary()
+            words = synthetic_data(env.name, env.trusted_modules, "vocabulary")()
             make_tokenizer(folder, words)
         path = train_file(few or data, env, Path(made), seed)
         return too_long(generator, load_tasks(path), path, load_chat(folder, generator))

@@ -134,9 +134,8 @@ def demonstrations(
     `model.warm_start`."""
     if (warm_start := model.warm_start) is None:
         return []
-    synthetic = synthetic_data(env.name, env.trusted_modules, "demonstrations")
-    rng = np.random.default_rng(seed)
-    conversations = synthetic.demonstrations(warm_start.demonstrations, warm_start.right_fraction, rng)
+    make, rng = synthetic_data(env.name, env.trusted_modules, "demonstrations"), np.random.default_rng(seed)
+    conversations = make(warm_start.demonstrations, warm_start.right_fraction, rng)
     return rows_with_loss_mask(load_chat(model_folder, generator), generator.conversation, conversations)
 
 
@@ -170,8 +169,7 @@ def make_policy(model: ModelConfig, env: EnvConfig, seed: int, folder: Path) -> 
         return folder
     if model.make is None:
         raise UserError("model: neither path nor make is set; name a Hugging Face folder in model.path")
-    synthetic = synthetic_data(env.name, env.trusted_modules, "vocabulary")
-    make_tokenizer(folder, synthetic.vocabulary())
+    make_tokenizer(folder, synthetic_data(env.name, env.trusted_modules, "vocabulary")())
     tokenizer = load_tokenizer(folder)
     parameters = count_parameters(model.make.dimensions, len(tokenizer))
     needed, free = parameters * TRAINING_BYTES, free_memory()

@@ -66,7 +66,7 @@ def test_the_test_of_a_new_tasks_environment_passes_in_a_project_with_settings_o
 
 def test_a_module_of_ones_own_lacks_what_the_configuration_asks_for(task: Path, refused: Refused) -> None:
     """The new task's environment makes words and demonstrations; it makes no rows."""
-    assert synthetic_data("environment:GuessNumber", ["environment"], "vocabulary").vocabulary()
+    assert synthetic_data("environment:GuessNumber", ["environment"], "vocabulary")()
     said = refused("config", "validate", "--config", "config.yaml", "data.eval_make_rows=3")
     assert "'environment:GuessNumber' makes no rows" in said
     with pytest.raises(UserError, match=r"env\.trusted_modules"):

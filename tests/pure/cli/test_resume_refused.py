@@ -42,7 +42,7 @@ LORA = ("model.lora={rank: 4, alpha: 8}",)
 
 def rows(seed: int) -> list[dict[str, Any]]:
     """Rows of the environment `lookup`."""
-    return list(synthetic_data("lookup").rows(4, seed))
+    return synthetic_data("lookup", (), "rows")(4, seed)
 
 
 def write_checkpoint(of: Checkpoints, step: int, model: Path, config: Config, base: Base | None = None) -> None:

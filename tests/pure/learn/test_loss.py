@@ -296,9 +296,21 @@ def test_a_loss_of_ones_own_trains(model_folder: Path, tmp_path: Path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     learner = Learner(settings({"loss": "my_losses:twice"}), model_folder, CPU, 0, 1)
     assert learner.step(mini_batch([[made_rows(4, seed=32)]], trajectories=4)).applied
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ConfigError, match="exists already"):
         sys.modules.pop("my_losses")
         loss_named("my_losses:twice")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"), [("x = y", "NameError: name 'y'"), ("exit(3)", "SystemExit: 3"), ("f(", "SyntaxError")]
+)
+def test_a_module_with_a_mistake_is_a_refusal_of_its_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, told: str
+) -> None:
+    (tmp_path / "mistaken_losses.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=f"algorithm.loss: the module 'mistaken_losses' cannot be imported: {told}"):
+        loss_named("mistaken_losses:mine")
 
 
 def test_a_loss_that_is_not_there_is_named_with_the_nearest(model_folder: Path) -> None:

@@ -38,6 +38,11 @@ class Picky(Echo):
         raise LookupError("I do not like it")
 
 
+class Promises(Echo):
+    async def check_task(self, task: Task) -> None:
+        raise LookupError("nobody waits for this")
+
+
 class Blocks(Echo):
     async def step(self, text: str) -> StepResult:
         time.sleep(1000)

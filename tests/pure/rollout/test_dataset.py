@@ -113,6 +113,7 @@ def test_a_plain_text_is_one_message_of_the_user_in_files_as_other_systems_write
         ({"prompt": PROMPT, "uid": "\ud800"}, "row 1, column uid: holds half a surr"),
         ({"prompt": PROMPT, "env_class": "\ud800"}, "row 1, column env_class: holds half a surr"),
         ({"prompt": PROMPT, "tools": [{"name": "\ud800"}]}, "row 1, column tools: holds half a surr"),
+        ({"prompt": PROMPT, "half \ud800": 1}, "row 1, column half \ud800: holds half a surr"),
         ({"prompt": PROMPT, "note": nested(350)}, "column note: is nested too deeply; allowed are 64 levels"),
         ({"prompt": "x" * (COLUMN_BYTES + 1)}, "column prompt: is too large; allowed are 16777216 bytes"),
     ],

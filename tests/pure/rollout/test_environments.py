@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import date
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,7 +58,29 @@ def test_a_class_that_a_trusted_module_lacks_is_named_with_what_is_near(name: st
 @pytest.mark.parametrize("name", ["tests.pure.rollout.misbehaving:Echo", AGENT])
 def test_an_environment_that_makes_no_rows_says_what_to_give_instead(name: str) -> None:
     with pytest.raises(UserError, match=r"makes no vocabulary.*give data\.train \(and data\.eval\), and model\.path"):
-        synthetic_data(name, ["tests"], needed="vocabulary")
+        synthetic_data(name, ["tests"], "vocabulary")
+
+
+@pytest.mark.parametrize(
+    ("call", "does", "told"),
+    [
+        ("rows", "raise ValueError('none left')", r"ValueError: none left \(makes_data.py:2\)"),
+        ("rows", "raise SystemExit(4)", r"SystemExit: 4 \(makes_data.py:2\)"),
+        ("rows", "return None", "'NoneType' object is not iterable"),
+        ("rows", "return ['a row']", "'a row' is among its results"),
+        ("vocabulary", "return ['word', 5]", "5 is among its results"),
+        ("vocabulary", "return ['\\ud800']", r"'\\ud800' is among its results"),
+        ("demonstrations", "return [[{'role': 'user'}]]", r"\[\{'role': 'user'\}\] is among its results"),
+    ],
+)
+def test_a_function_for_synthetic_data_that_fails_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any, does: str, told: str
+) -> None:
+    (tmp_path / "makes_data.py").write_text(f"def {call}(*arguments):\n    {does}\nclass Maze: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "makes_data", raising=False)
+    with pytest.raises(UserError, match=f"the function {call} of 'makes_data:Maze' failed: .*{told}$"):
+        synthetic_data("makes_data:Maze", ["makes_data"], call)(1, 0)
 
 
 @pytest.fixture
@@ -139,6 +162,12 @@ def test_a_row_that_its_environment_could_not_play_is_named_before_the_run(
     with pytest.raises(UserError, match=r"^dataset made\.jsonl, row 2: the environment .* cannot play it: ") as caught:
         check_environments(env, [good, good, bad, bad], MADE)
     assert told in str(caught.value)
+
+
+def test_a_check_that_nobody_would_await_is_refused() -> None:
+    env = EnvConfig(name="tests.pure.rollout.misbehaving:Promises", trusted_modules=("tests.pure",))
+    with pytest.raises(UserError, match="write `def check_task`, without async"):
+        check_environments(env, [task("")], MADE)
 
 
 @pytest.mark.parametrize(("whose", "what"), [(Echo, "__init__"), (environments, "import_user_module")])

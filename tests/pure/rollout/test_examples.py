@@ -51,23 +51,23 @@ def chat_of_both(tmp_path_factory: pytest.TempPathFactory) -> Chat:
 
 @pytest.mark.parametrize("name", [*MAKES_DEMONSTRATIONS, "guess_number"])
 def test_an_example_makes_rows_that_it_can_play_by_their_seed_alone(name: str) -> None:
-    made = synthetic_data(name)
+    make = synthetic_data(name, (), "rows")
     environment: Any = make_environment(name, {})
-    rows = made.rows(30, 3)
-    assert rows == made.rows(30, 3) != made.rows(30, 4)
+    rows = make(30, 3)
+    assert rows == make(30, 3) != make(30, 4)
     for row in rows:
         environment.check_task(task_of(row))
 
 
 @pytest.mark.parametrize("name", MAKES_DEMONSTRATIONS)
 def test_an_examples_words_are_in_its_vocabulary_and_each_is_one_token(name: str, tmp_path: Path) -> None:
-    made = synthetic_data(name, (), "demonstrations")
-    make_tokenizer(tmp_path, words := [*dict.fromkeys(made.vocabulary())])
+    make_tokenizer(tmp_path, words := [*dict.fromkeys(synthetic_data(name, (), "vocabulary")())])
     chat = Chat(load_tokenizer(tmp_path))
     ids = chat.plain(" ".join(words)).tolist()
     assert len(ids) == len(words) and chat.unknown_id not in ids
-    shown = made.demonstrations(200, 0.5, np.random.default_rng(0))
-    texts = [m["content"] for messages in (*shown, *(row["prompt"] for row in made.rows(50, 0))) for m in messages]
+    shown = synthetic_data(name, (), "demonstrations")(200, 0.5, np.random.default_rng(0))
+    prompts = [row["prompt"] for row in synthetic_data(name, (), "rows")(50, 0)]
+    texts = [m["content"] for messages in (*shown, *prompts) for m in messages]
     assert {word for text in texts for word in text.split()} <= set(words)
     rows = rows_with_loss_mask(chat, "append", shown)
     assert len(rows) == 200 and all(row.loss_mask.any() for row in rows)
@@ -151,7 +151,9 @@ async def test_hints_leave_the_numbers_that_are_possible_and_lead_to_the_right_o
 
 
 def test_a_row_of_another_game_is_refused_and_all_numbers_are_asked_for_equally_often() -> None:
-    numbers = Counter(row["reward_spec"]["ground_truth"] for row in synthetic_data("guess_number").rows(2 * LARGEST, 3))
+    numbers = Counter(
+        row["reward_spec"]["ground_truth"] for row in synthetic_data("guess_number", (), "rows")(2 * LARGEST, 3)
+    )
     assert numbers == dict.fromkeys(range(1, LARGEST + 1), 2)
     with pytest.raises(ValueError, match="not between 1 and 15"):
         GuessNumber().check_task(Task("b", (), "guess_number", {"ground_truth": 16}))

@@ -1,5 +1,6 @@
 """Scorers of a user: good ones and bad ones."""
 
+import asyncio
 import os
 import time
 from collections.abc import Sequence
@@ -40,6 +41,22 @@ def raises(trajectories: Sequence[Trajectory]) -> list[float]:
 def leaves(trajectories: Sequence[Trajectory]) -> list[float]:
     """Ends the interpreter, it believes."""
     raise SystemExit(3)
+
+
+def cancels(trajectories: Sequence[Trajectory]) -> list[float]:
+    """Raises what an event loop of its own raised."""
+    raise asyncio.CancelledError("late")
+
+
+class Unready:
+    """Ends the interpreter, it believes, before it is made."""
+
+    def __init__(self) -> None:
+        raise SystemExit("no licence")
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """Never called."""
+        return []
 
 
 def dies(trajectories: Sequence[Trajectory]) -> list[float]:

@@ -105,14 +105,16 @@ def test_turns_say_who_spoke_and_what_they_were_given_later() -> None:
     assert [now.reward - then.reward for now, then in zip(spoken.turns, plain.turns, strict=True)] == [0.5, 0.0]
 
 
-@pytest.mark.parametrize(("bad", "line"), [("raises", 37), ("leaves", 42)])
+@pytest.mark.parametrize(("bad", "line"), [("raises", 38), ("leaves", 43), ("cancels", 48)])
 def test_what_a_users_code_raises_is_a_failure_with_file_and_line(tmp_path: Path, bad: str, line: int) -> None:
     with pytest.raises(ScorerFailed, match=rf"raised: .*\(mine.py:{line}\)$"):
         answered(tmp_path, use=f"{MINE}:{bad}")
 
 
-@pytest.mark.parametrize("use", ["tests.pure.scorers.nothing:here", f"{MINE}:nothing", f"{MINE}:__doc__"])
-def test_code_that_is_not_there_is_refused_at_the_start(tmp_path: Path, use: str) -> None:
+@pytest.mark.parametrize(
+    "use", ["tests.pure.scorers.nothing:here", f"{MINE}:nothing", f"{MINE}:__doc__", f"{MINE}:Unready"]
+)
+def test_code_that_is_not_there_or_cannot_be_made_is_refused_at_the_start(tmp_path: Path, use: str) -> None:
     with pytest.raises(UserError, match=r"scorers\.mine\.use: "):
         scorer(tmp_path, use=use)
 
