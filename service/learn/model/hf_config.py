@@ -43,9 +43,9 @@ ACTIVATIONS = ("hidden_act", "hidden_activation")
 """Names of the settings of the MLP's activation. Engines compute only the activation that all published models of a
 family have."""
 
-REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-"""Settings that change the attention or the logits in a way that packed rows or the chunked output head do not
-compute."""
+REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention", "output_router_logits")
+"""Settings that change the attention, the logits or the loss in a way that packed rows or the chunked output head do
+not compute."""
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "linear_attention"})
 

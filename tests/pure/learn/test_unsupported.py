@@ -59,6 +59,7 @@ def of_rope(**rope: Any) -> dict[str, Any]:
         ({"layer_types": ["chunked_attention"] * 3}, "it has chunked_attention layers; supported are full_attention,"),
         ({"use_sliding_window": True, "sliding_window": -1}, "its sliding_window is -1"),
         ({"final_logit_softcapping": 30.0}, "sets final_logit_softcapping, which is not computed"),
+        ({"output_router_logits": True}, "sets output_router_logits, which is not computed"),
         ({"hidden_act": "gelu"}, r"its activation is 'gelu' \(hidden_act\); engines compute silu only"),
         (of_rope(rope_type="dynamic", factor=2.0), "its RoPE is of type 'dynamic'; supported are default, linear,"),
         (of_rope(type="dynamic", factor=2.0), "its RoPE is of type 'dynamic'"),
