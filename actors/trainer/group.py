@@ -101,11 +101,6 @@ class TrainerGroup:
             raise RunFailed(f"the trainer ranks did not come back within {self._start_deadline:.0f} s") from error
         await self.load(model_folder, adapter)
 
-    def end(self) -> None:
-        """End every rank's process, for good."""
-        for rank in self._ranks:
-            ray.kill(rank)
-
     async def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
         """Take supervised steps on every rank; returns the last loss."""
         within = self._warm_start_deadline

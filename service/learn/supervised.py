@@ -57,8 +57,15 @@ class SupervisedSteps:
             OutOfMemory: the device has too little memory; the ranks cannot continue.
         """
         micros, n_tokens = self._packed(rows)
-        with self._policy.gradients_dropped_on_error():
-            totals = self._accumulate(micros, n_tokens)
+        policy = self._policy
+        sums = Sums(policy.device, policy.world_size)
+        with policy.gradients_dropped_on_error():
+            for micro in micros:
+                loss = -policy.model(policy.to_device(micro)).logprob_M.sum() / n_tokens
+                loss.backward()
+                sums.add("loss", loss)
+            sums.add("grad_square", square_norm(policy.master_weights.gradients(), policy.device) / policy.n_copies)
+            totals = sums.totals()
             if not math.isfinite(totals["loss"] + totals["grad_square"]):
                 raise RunFailed(
                     f"supervised step: the loss is {totals['loss']} and the squared gradient norm "
@@ -89,16 +96,6 @@ class SupervisedSteps:
         if n_tokens == 0:
             raise ValueError("no token of the supervised rows is to be learned")
         return micros + [unsampled_micro_batch([])] * (int(totals["micros"]) - len(micros)), n_tokens
-
-    def _accumulate(self, micros: Sequence[MicroBatch], n_tokens: int) -> dict[str, float]:
-        policy = self._policy
-        sums = Sums(policy.device, policy.world_size)
-        for micro in micros:
-            loss = -policy.model(policy.to_device(micro)).logprob_M.sum() / n_tokens
-            loss.backward()
-            sums.add("loss", loss)
-        sums.add("grad_square", square_norm(policy.master_weights.gradients(), policy.device) / policy.n_copies)
-        return sums.totals()
 
 
 def _pack(rows: Sequence[SupervisedRow], max_tokens: int) -> list[MicroBatch]:

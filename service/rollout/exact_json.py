@@ -40,7 +40,7 @@ def exact_json(text: str | bytes, keeps_null: bool = True, field: str = "", keep
         value = msgspec.json.decode(written)
         if msgspec.json.encode(value).count(b'"') == written.count(b'"') + written.count(rb"\u0022"):
             # No quote is lost, so no key comes twice.
-            return value if keeps_null or b"null" not in written else _without_nulls(value)
+            return value if keeps_null or b"null" not in written else without_nulls(value)
 
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = Counter(name for name, _ in pairs) if len(dict(pairs)) < len(pairs) else {}
@@ -51,7 +51,7 @@ def exact_json(text: str | bytes, keeps_null: bool = True, field: str = "", keep
         raise InexactJson(field + wrong)
     if not keeps_half:
         json.dumps(value, ensure_ascii=False).encode()
-    return value if keeps_null else _without_nulls(value)
+    return value if keeps_null else without_nulls(value)
 
 
 def read_arguments(arguments: Any) -> Any:
@@ -84,7 +84,10 @@ def _not_finite(value: Any) -> str | None:
     return None
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any, texts: dict[str, str] | None = None) -> Any:
+    """A value without fields that are null. Equal texts in it share one object with `texts`, which holds them."""
     if isinstance(value, dict):
-        return {name: _without_nulls(of) for name, of in value.items() if of is not None}
-    return [_without_nulls(of) for of in value] if isinstance(value, list) else value
+        return {name: without_nulls(of, texts) for name, of in value.items() if of is not None}
+    if isinstance(value, list):
+        return [without_nulls(of, texts) for of in value]
+    return texts.setdefault(value, value) if texts is not None and isinstance(value, str) else value

@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from service.errors import UserError
 from service.files import atomic_file, free_memory, matching
 from service.rollout.environment import is_text, refuse_other_role
-from service.rollout.exact_json import check_calls, exact_json
+from service.rollout.exact_json import check_calls, exact_json, without_nulls
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ def _read_parquet(path: Path) -> list[Any]:
                     log.warning("dataset %s: reading its %d rows, about %d GiB, takes minutes", path, count, size >> 30)
                 is_long = batch.nbytes >= LONG_ROW_BYTES * len(batch)
                 is_odd = is_long or "dictionary<" in kinds or "map<" in kinds or _has_nulls(batch.to_struct_array())
-                rows += [_plain(row, known) for row in read] if is_odd else read
+                rows += [without_nulls(row, known) for row in read] if is_odd else read
     except (pa.ArrowException, OSError, ValueError, OverflowError, KeyError) as error:
         # pyarrow's errors differ between broken bytes and values out of Python's range, such as the year 300000.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -193,15 +193,6 @@ def _has_nulls(array: pa.Array) -> bool:
     kind = array.type
     inner = array.flatten() if pa.types.is_struct(kind) else [array.flatten()] if pa.types.is_nested(kind) else []
     return array.null_count > 0 or any(map(_has_nulls, inner))
-
-
-def _plain(value: Any, known: dict[str, str]) -> Any:
-    """A value without fields that are null. Equal texts in it share one object: `known` holds the texts."""
-    if type(value) is str:
-        return known.setdefault(value, value)
-    if type(value) is dict:
-        return {name: _plain(of, known) for name, of in value.items() if of is not None}
-    return [_plain(of, known) for of in value] if type(value) is list else value
 
 
 def _read_jsonl(path: Path) -> list[Any]:
