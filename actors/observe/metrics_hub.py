@@ -79,7 +79,7 @@ class MetricsHub(Supervised):
         named = self._metrics.host
         on_all = named in ("0.0.0.0", "::")  # other hosts get an address at which they can reach it
         host = ray.util.get_node_ip_address() if on_all else "127.0.0.1" if named == "localhost" else named
-        self._url = f"http://{host}:{listening.getsockname()[1]}"
+        self._url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         if self._folder is not None:
             write_address(self._folder, self._url)
 

@@ -29,6 +29,8 @@ from tests.pure.buffer.world import TurnedClock
 
 THRESHOLDS = AlertThresholds.of(Config())
 Listening = tuple[MetricsHub, str]
+IPV6 = Path("/proc/net/if_inet6")
+"""Lists the IPv6 addresses of this machine, if it has any."""
 
 
 def hub_on(port: int) -> MetricsHub:
@@ -111,7 +113,13 @@ async def test_a_start_and_pushes_at_the_same_time_open_the_port_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "announced"), [("0.0.0.0", None), ("localhost", "127.0.0.1"), ("127.0.0.1", "127.0.0.1")]
+    ("host", "announced"),
+    [
+        ("0.0.0.0", None),
+        ("localhost", "127.0.0.1"),
+        ("127.0.0.1", "127.0.0.1"),
+        pytest.param("::1", "::1", marks=pytest.mark.skipif(not IPV6.is_file() or not IPV6.read_text(), reason="IPv4")),
+    ],
 )
 async def test_a_hub_that_listens_on_all_interfaces_announces_the_address_of_its_node(
     host: str, announced: str | None
