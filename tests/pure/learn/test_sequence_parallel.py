@@ -49,12 +49,15 @@ def supported(batch: MiniBatch, seed: int) -> MiniBatch:
     )
 
 
+@pytest.mark.parametrize("trees", [5, pytest.param(20, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("way", FORMS)
-def test_random_trees_have_the_metrics_and_gradients_of_packed_rows(model_folder: Path, way: str, dtype: str) -> None:
+def test_random_trees_have_the_metrics_and_gradients_of_packed_rows(
+    model_folder: Path, way: str, dtype: str, trees: int
+) -> None:
     ours, expected = (moved(configured(way, form, dtype), model_folder, tree_batch(0)) for form in (SHARED, PACKED))
     first = 20 * FORMS.index(way)
-    for batch in map(tree_batch, range(first, first + (20 if dtype == "float64" else 5))):
+    for batch in map(tree_batch, range(first, first + trees)):
         assert_same(outcome(ours, batch), outcome(expected, batch), TOLERANCE[dtype])
 
 
