@@ -231,7 +231,7 @@ class ConversationTree:
         # Some agents change leading system messages in every turn: the first turn's messages stay.
         said = list(dropwhile(lambda message: message["role"] == "system", read))
         digest_of = digests(said, tools) if before is None else [*accumulate(said, extended, initial=before.after)]
-        begun = [self._chat.plain(prefix, continues=True)] if prefix else []
+        begun = [self._chat.answer(prefix, continues=True)] if prefix else []
         known = {
             *echoed,
             *(of.name for of in (before,) if of),
@@ -351,7 +351,7 @@ class ConversationTree:
 
     def unsampled(self, opened: PreparedCall, text: str) -> AgentCall:
         """A call that the server answers with `text` in place of the policy. The call is not added to the tree."""
-        token_ids = self._chat.plain(text)
+        token_ids = self._chat.answer(text)
         n = len(token_ids)
         response = Response(token_ids, np.zeros(n, np.float32), np.zeros(n, np.bool_), np.full(n, NO_VERSION, np.int64))
         return self._call(opened, response, Reply(text, "", ()), "", "stop")

@@ -278,6 +278,10 @@ class Chat:
         the text follows other tokens of the same message."""
         return self._special_tokens.encode(self._special_tokens.broken_text(text), continues)
 
+    def answer(self, text: str, continues: bool = False) -> Int32s:
+        """`plain` of an answer that was not sampled, after the header that the policy would write before it."""
+        return np.append(self._special_tokens.encode(self._header), self.plain(text, continues or bool(self._header)))
+
     def pieces(self, token_ids: Int32s) -> list[bytes]:
         """The bytes of each token's text; a character may consist of several tokens."""
         return [self._special_tokens.piece(token_id) for token_id in token_ids.tolist()]

@@ -77,7 +77,7 @@ def with_end(generation: Generation, chat: Chat, last: bool = False) -> Response
 def generation_of(text: str, chat: Chat, most: int | None = None) -> Generation:
     """A text of another model or a person, encoded as if an engine had sampled it. It has at most `most` tokens,
     log-probabilities 0 and no policy version."""
-    token_ids = chat.plain(text)
+    token_ids = chat.answer(text)
     kept = token_ids[:most]
     return Generation(
         kept,

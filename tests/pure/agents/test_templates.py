@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import xxhash
 from tokenizers import AddedToken
@@ -18,7 +19,8 @@ from service.agents.messages_and_replies import read_messages
 from service.model_folder import FAMILIES
 from service.rollout.chat.chat import Chat, MessagesRefused
 from service.rollout.engine import Sampling
-from service.rollout.environment import StepResult, Task
+from service.rollout.environment import Message, StepResult, Task
+from service.rollout.prompts.conversations import rows_with_loss_mask
 from tests.pure.agents.endpoint import client_of, opened
 from tests.pure.agents.talks import SEARCH, TALKS, ChatTalk, exchange
 from tests.pure.rollout.conftest import ScriptedEngine, ScriptedEnvironment, play
@@ -239,6 +241,16 @@ def test_a_call_that_no_template_can_show_is_refused(call: Any, told: str) -> No
     messages: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", **call}]
     with pytest.raises(MessagesRefused, match=told):
         chat.prompt([*messages, {"role": "tool", "content": "17"}])
+
+
+@pytest.mark.parametrize("families", FORMS)
+def test_a_supervised_row_writes_answers_as_the_template_does(families: str) -> None:
+    chat = Chat(tokenizer := tokenizer_for(FORMS[families]))
+    talk = [*conversation("abc")[:2], Message(role="assistant", content="yes")]
+    (row,) = rows_with_loss_mask(chat, "append", [talk])
+    ends = "|".join(re.escape(chat.text(np.array([end]), True)) for end in chat._all_ends)
+    written, rendered = chat.text(row.token_ids, True), tokenizer.apply_chat_template(talk, tokenize=False)
+    assert re.sub(ends, "", written) == re.sub(ends, "", str(rendered)).rstrip("\n")
 
 
 def test_every_family_has_a_form() -> None:
