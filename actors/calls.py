@@ -78,10 +78,18 @@ async def started(
 
     Raises:
         RayActorError: a process was lost in the last of `tries` calls, or more than `within` seconds after the first
-            call.
+            call; or it cannot come back, see `check_comes_back`.
     """
     taken = partial(retried, start, ray.exceptions.ActorUnavailableError, RESTARTING, within=within)
-    return await retried(taken, ray.exceptions.RayActorError, RESTARTING, within=within, tries=tries)
+    lost = ray.exceptions.RayActorError
+    return await retried(taken, lost, RESTARTING, within=within, tries=tries, failed=check_comes_back)
+
+
+def check_comes_back(error: BaseException) -> None:
+    """Raise the error of a call again if the actor's constructor raised it, or if its process could not import the
+    actor's code: Ray does not start such an actor again."""
+    if isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
+        raise error
 
 
 def accepted(answer: object) -> None:

@@ -15,7 +15,7 @@ import ray.exceptions
 from numpy.typing import NDArray
 from torch.distributed import DistError
 
-from actors.calls import RESTARTING, answer, call, in_a_line
+from actors.calls import RESTARTING, answer, call, check_comes_back, in_a_line
 from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.part import PublishedWeights, Source, TrainerLost, WeightBucket, check_parts
 from service.backoff import retried
@@ -96,9 +96,10 @@ class TrainerGroup:
 
         errors = (ray.exceptions.RayActorError, ConnectionError)
         try:
-            await retried(came_back, errors, RESTARTING, within=self._start_deadline)
+            await retried(came_back, errors, RESTARTING, within=self._start_deadline, failed=check_comes_back)
         except errors as error:
-            raise RunFailed(f"the trainer ranks did not come back within {self._start_deadline:.0f} s") from error
+            limit = f"within {self._start_deadline:.0f} s"
+            raise RunFailed(f"the trainer ranks did not come back {limit}: {in_a_line(error)}") from error
         await self.load(model_folder, adapter)
 
     async def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
