@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,8 @@ def ray_session(
     finally:
         over.set()
         if folder := os.environ.get(SCRATCH):
-            Path(folder, IN_ORDER).touch()
+            with suppress(OSError):  # the folder was removed, or its disk is full
+                Path(folder, IN_ORDER).touch()
         run_beside(ray.shutdown)
 
 

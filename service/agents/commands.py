@@ -53,8 +53,8 @@ LIMITED = """echo 1000 2>/dev/null >/proc/self/oom_score_adj
 ulimit -c 0 && ulimit -f "$1" && ulimit -d "$2" && shift 2 && exec "$@\""""
 """Shell commands that set limits, then run the agent's command. If memory runs out, the kernel kills this process
 first."""
-SIGNALLED = 128
-"""A higher exit code is this number plus the number of the signal that ended the command."""
+SIGNALLED, SIGNALS = 128, range(129, 128 + signal.NSIG)
+"""An exit code in `SIGNALS` is `SIGNALLED` plus the number of the signal that ended the command."""
 REMOVE_SECONDS = 600.0
 AROUND_SECONDS = 300.0
 """Time limit, in seconds, to fill and to remove a trajectory's folder."""
@@ -218,7 +218,7 @@ class _Trajectory:
         code = self._run(score, self.root / QUESTION, {}, seconds)
         if code is None:
             raise Failed(f"its score was ended at limits.score_seconds ({seconds:g})")
-        if code > SIGNALLED:
+        if code in SIGNALS:
             raise Failed(f"its score failed: {_why(code)}")
         return 0.0 if code else _last_number(_read_output(self.root / OUTPUT))
 
@@ -292,7 +292,7 @@ def _read_output(file: Path) -> str:
 
 
 def _why(code: int) -> str:
-    return f"it was ended by signal {code - SIGNALLED}" if code > SIGNALLED else f"its exit code was {code}"
+    return f"it was ended by signal {code - SIGNALLED}" if code in SIGNALS else f"its exit code was {code}"
 
 
 def _last_number(output: str) -> float:

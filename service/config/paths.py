@@ -87,9 +87,10 @@ def _problems(config: Config) -> Iterator[_Problem]:
             except UserError as error:
                 yield _Problem(str(error))
     for setting, command in {"env.command": config.env.command, "env.score": config.env.score}.items():
-        # The path is relative to the trajectory's folder.
-        if isinstance(command, tuple) and command and "/" not in command[0] and which(command[0]) is None:
-            yield _Problem(f"{setting}: there is no program {command[0]!r} on this machine; install it", True)
+        # A path with folders begins at the trajectory's folder, if it is not absolute.
+        program = command[0] if isinstance(command, tuple) and command else ""
+        if program and ("/" not in program or program[0] == "/") and which(program) is None:
+            yield _Problem(f"{setting}: there is no program {program!r} on this machine; install it", True)
     yield from _module_problems(config)
     if _kind("run.dir", config.run.dir) == "file":
         yield _Problem(f"run.dir: {config.run.dir} is a file; give a folder")

@@ -1,5 +1,7 @@
 """A Ray that does not start, or only at another try."""
 
+import os
+import shutil
 import socket
 import stat
 import tempfile
@@ -15,6 +17,7 @@ import pytest
 from actors.driver import ray_session
 from actors.driver.placement import run_bundles
 from actors.driver.ray_session import RAYLET_ERRORS, START_TRIES
+from actors.engine.vllm_arguments import SCRATCH
 from actors.watchdog import MARK
 from service.config import Config
 from service.errors import RunFailed, UserError
@@ -70,6 +73,7 @@ def test_a_ray_that_starts_at_the_second_try_is_used_and_a_bug_in_its_start_stay
     done = starts(1, Exception(SLOW))
     with ray_session.ray_session(Config(), "mark", tmp_path):
         assert done == ["start", "end mark", "start"]
+        shutil.rmtree(os.environ[SCRATCH])  # as programs do that tidy /tmp
     (line,) = capsys.readouterr().out.splitlines()
     assert CHECK in line and f"try 2 of {START_TRIES}" in line
     starts(9, TypeError("a bug"))

@@ -165,6 +165,7 @@ def test_a_refusal_names_the_file_and_line_that_set_the_value(tmp_path: Path) ->
             ["env.workdir=nowhere", "env.command=[no-such-agent]", "env.score=[no-such-test]"],
             ["env.workdir", "env.command", "env.score"],
         ),
+        (["env.workdir=.", "env.command=[sh]", "env.score=[/no/such/test]"], ["env.score"]),
         (["env.workdir=.", "env.command=[sh]", "env.score=[./test.sh]"], []),
     ],
 )
