@@ -3,8 +3,8 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-MAX_LINES = 41_430
-"""Of all Python in service/ and actors/: the figure of the decision's last row, and 1 % more."""
+MAX_LINES = 41_160
+"""Of all Python in service/ and actors/: the figure of the decision's last row, and 100 more."""
 
 
 def test_the_production_code_is_within_its_budget_of_lines() -> None:
