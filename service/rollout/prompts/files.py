@@ -129,9 +129,9 @@ def _row(row: Any, columns: ColumnsConfig, path: Path, number: int) -> Any:
         lacking = f"there is no column {columns.prompt!r} (data.columns.prompt), only {[*row]!s:.200}"
         raise UserError(f"{row_place(path, number)}: {lacking}")
     if columns.ground_truth in found:
-        text = str(found.pop(columns.ground_truth))
+        text = str(given := found.pop(columns.ground_truth))
         answer = {"text": text, "hashes": after_hashes(text), "boxed": boxed(text)}[columns.answer]
-        if not answer:
+        if not answer or isinstance(given, list | Mapping):
             raise UserError(
                 f"{row_place(path, number)}, column {columns.ground_truth}: no answer of the form {columns.answer} "
                 f"(data.columns.answer) in {text[-80:]!r}"

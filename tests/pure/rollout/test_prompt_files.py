@@ -155,6 +155,7 @@ async def test_a_published_file_is_trained_and_evaluated_as_it_is(
         (MATH | {"solution": None}, OF_MATH, "there is no column 'solution'"),
         (MATH | {"solution": r"\boxed{\frac{1}"}, OF_MATH, r"column solution: no answer of the form boxed"),
         (MATH | {"solution": "none"}, OF_MATH, r"column solution: no answer of the form boxed"),
+        (MATH | {"solution": ["\\boxed{5}"]}, OF_MATH, r"column solution: no answer of the form boxed"),
     ],
 )  # fmt: skip
 def test_a_row_without_its_columns_or_its_answer_is_refused_by_name(
