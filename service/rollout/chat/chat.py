@@ -299,7 +299,7 @@ class Chat:
         """The rendered text that begins at the end of a turn; the mark is in the last call of this turn."""
         _, is_shown, after = rendered.rpartition(MARK)
         ends = self._tokenizer.convert_ids_to_tokens(list(self._all_ends))
-        found = [place for token in ends if (place := after.find(str(token))) >= 0]
+        found = [place for token in ends if token and (place := after.find(token)) >= 0]
         if not is_shown or not found:
             raise MessagesRefused("the chat template shows no call, or no end after it")
         return after[min(found) :]
