@@ -138,7 +138,7 @@ class Requests:
         """Count and log a refused request; returns the answer to it."""
         self.refused[str(refused.status)] += 1
         if (session := request.get(SESSION)) is not None:
-            is_call = "/rl/" not in request.path
+            is_call = "/rl/" not in request.path and not request.path.endswith("/count_tokens")
             session.note_refusal(refused, request.headers.get("user-agent", "without a name"), is_call)
         elif self.refused.total() <= MAX_LOGGED:
             log.warning("a request without a session is refused: %s %s", refused.status, in_one_line(str(refused)))

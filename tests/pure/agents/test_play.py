@@ -124,11 +124,13 @@ class Does:
                 async with AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
                     said = dict(task.prompt[0], content="age " * (1 if more else 1000))
                     await client.chat.completions.create(model="policy", messages=[said], **more)
-            case "swallows a refusal" | "asks again after a refusal":
+            case "swallows a refusal" | "asks again after a refusal" | "counts what cannot be read":
                 async with AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
                     said = {"model": "policy", "messages": [dict(task.prompt[0])]}
                     await client.chat.completions.create(**said)
                     with suppress(BadRequestError):
+                        if self.what.startswith("counts"):
+                            await client.post("/messages/count_tokens", cast_to=object, body={"messages": [5]})
                         await client.chat.completions.create(**said, logit_bias={"5": 1})
                     if self.what.startswith("asks"):
                         await client.chat.completions.create(**said)
@@ -405,13 +407,13 @@ async def test_a_failure_that_has_a_reward_is_trained_and_any_other_starts_again
         assert list(playing.player.failures) == [end[0]] * (end[0] == "environment_error")
 
 
-@pytest.mark.parametrize("what", ["swallows a refusal", "asks again after a refusal"])
+@pytest.mark.parametrize("what", ["swallows a refusal", "asks again after a refusal", "counts what cannot be read"])
 async def test_an_agent_that_takes_a_refusal_for_an_answer_is_not_trained(
     model: Path, tasks: list[Task], what: str
 ) -> None:
     async with aclosing(Playing(model, settings(DOES, what=what))) as agents:
         _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
-    if what.startswith("asks"):
+    if not what.startswith("swallows"):
         assert (end.stop_reason, end.reward) == ("stop", 0.5)
     else:
         assert (end.stop_reason, end.reward) == ("environment_error", 0.0)
