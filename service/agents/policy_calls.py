@@ -106,7 +106,7 @@ class PolicyCalls:
             if asked.forms and self._structured == "refuse":
                 raise Refused(400, asked.forms[0], "the form of answers cannot be prescribed; see agents.structured")
             hidden = ("tools",) if asked.tools and not session.tree.shows_tools else ()
-            ignored = (*asked.ignored, *asked.forms, *hidden)
+            ignored = tuple(dict.fromkeys((*asked.ignored, *asked.forms, *hidden)))
             asked = asked._replace(model=str(body.get("model") or MODEL), ignored=ignored)
             name = f"{dialect.name}/{xxhash.xxh3_128_hexdigest(raw)}"
             if of := request.headers.get(SAMPLE_HEADER):

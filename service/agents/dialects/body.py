@@ -30,6 +30,8 @@ FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 """Names of fields that may be written to a header and a log unchanged."""
 FORMATS, OPTIONS = ("response_format", "output_format"), ("text", "output_config")
 """Fields that prescribe the form of an answer; and fields whose option `format` may prescribe it."""
+GUIDED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""Fields with which clients of vLLM prescribe the form of an answer."""
 MAX_NAMED = 32
 """Maximum number of ignored fields that an answer names."""
 MISSING = re.compile(r"required field `(\w+)`")
@@ -210,9 +212,13 @@ def _forms_of(body: Mapping[str, Any], request: CommonFields) -> tuple[str, ...]
         options = body.get(name)
         given[f"{name}.format"] = options.get("format") if isinstance(options, dict) else None
     forced = () if request.choice in ("auto", "none") else ("tool_choice",)
-    return *forced, *(
-        field for field, value in given.items() if value and read_as(value, _Format, field).type != "text"
-    )
+    formats = (field for field, value in given.items() if value and read_as(value, _Format, field).type != "text")
+    return *forced, *formats, *guided(body)
+
+
+def guided(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields in `GUIDED` that a request has."""
+    return tuple(name for name in GUIDED if body.get(name) is not None)
 
 
 def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:

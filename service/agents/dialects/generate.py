@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
-from service.agents.dialects.body import Positive, TokenIds, Truncation, ignored_fields, read_request
+from service.agents.dialects.body import Positive, TokenIds, Truncation, guided, ignored_fields, read_request
 from service.agents.dialects.dialect import CallAnswer, CallRequest, Dialect
 from service.types import NO_VERSION
 
@@ -40,6 +40,7 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         prompt=np.array(request.token_ids, np.int32),
         max_tokens=sampling.max_tokens,
         truncation=sampling.truncation,
+        forms=guided(request.sampling_params or {}),
         ignored=(*ignored_fields(body, _GenerateRequest), *ignored_fields(request.sampling_params or {}, _Sampling)),
     )
 
