@@ -155,6 +155,17 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+@contextmanager
+def output_file(path: Path) -> Iterator[Path]:
+    """Yield the path to which the block writes a user's file: for a link, a pipe or a device the path itself, because
+    a new file would take its place; for any other file as `atomic_file`."""
+    if is_written_through(path):
+        yield path
+    else:
+        with atomic_file(path) as partial:
+            yield partial
+
+
 def is_written_through(file: Path) -> bool:
     """True if a file is a link, a pipe or a device: these are written to, and not replaced by a new file."""
     return file.is_symlink() or (file.exists() and not file.is_file())

@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from service.errors import UserError
+from service.errors import UserError, printable
 from service.run.folder import LOGS, NEWEST_HELP, SUMMARY, count, refuse_larger, run_folder
-from service.run.phases import say
 from service.run.records.log_file import LOG_BYTES, SUFFIX
 
 ABOUT = """\
@@ -47,9 +46,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     lines = (_coming if arguments.follow and not ended else _newest)(files, arguments.last)
     width = max(len(file.stem) for file in files)
     for part, line in lines:
-        say(f"{part:{width}} {line}")
+        print(printable(f"{part:{width}} {line}"), flush=True)
     if arguments.follow and ended:
-        say("the run has ended: no more lines will come")
+        print("the run has ended: no more lines will come")
     return 0
 
 

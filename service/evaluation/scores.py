@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from service.files import is_written_through, write_atomic
+from service.files import output_file
 from service.handoff.steps.values import FAILURES
 
 MEANS = ("avg_score", "avg_turns", "avg_tokens", "truncated_ratio")
@@ -149,9 +149,6 @@ def table(evaluations: Sequence[Evaluation]) -> str:
 
 
 def write_output(file: Path, text: str) -> None:
-    """Write results to a file. An ordinary file is replaced atomically; links, pipes and devices are written to
-    directly."""
-    if is_written_through(file):
-        file.write_text(text, encoding="utf-8")
-    else:
-        write_atomic(file, text)
+    """Write results to a user's file; see `output_file`."""
+    with output_file(file) as path:
+        path.write_text(text, encoding="utf-8")

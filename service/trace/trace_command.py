@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from service.files import atomic_file
+from service.files import output_file
 from service.run.folder import NEWEST_HELP
 
 ABOUT = """\
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         check_output(arguments.output)
     folder = run_folder(arguments.run)
     output = arguments.output or folder / "trace.json"
-    with atomic_file(output) as partial, partial.open("wb") as file:
+    with output_file(output) as partial, partial.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
         count = -1
         for count, event in enumerate(timeline_events(folder)):

@@ -47,6 +47,18 @@ def test_following_a_run_that_has_ended_prints_its_lines_and_ends(
     assert capsys.readouterr().out.splitlines()[1:] == ["the run has ended: no more lines will come"]
 
 
+@pytest.mark.parametrize("more", [[], ["--follow"]])
+def test_lines_that_find_no_room_or_no_reader_are_not_lost_in_silence(run: Path, more: list[str]) -> None:
+    command = [sys.executable, "-m", "service", "logs", str(run), *more]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
+    assert done.returncode == 2 and done.stderr == "baton: output: No space left on device\n"
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert subprocess.run(command, stdout=writing, timeout=240).returncode == 1
+    os.close(writing)
+
+
 def test_a_part_that_is_not_there_is_one_line_with_those_that_are(run: Path, refused: Refused) -> None:
     assert "it has buffer, driver, trainer-0" in refused("logs", run, "generator-7")
 

@@ -89,7 +89,9 @@ def test_baton_trace_joins_a_timeline_whose_rows_are_named_and_nested(
     with file.open("ab") as timeline:
         timeline.write(file.read_bytes().splitlines(keepends=True)[0])  # a process is named in each push
         timeline.write(b'{"ph":"X","na')  # the writer was killed
-    assert main(["trace", str(tmp_path), "--output", str(tmp_path / "trace.json")]) == 0
+    (tmp_path / "trace.json").touch()
+    (link := tmp_path / "link").symlink_to("trace.json")  # as /dev/stdout is one
+    assert main(["trace", str(tmp_path), "--output", str(link)]) == 0 and link.is_symlink()
     trace = json.loads((tmp_path / "trace.json").read_text())
     check_trace(trace)
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
