@@ -401,6 +401,17 @@ def test_a_turn_ends_where_the_familys_turn_ends_and_never_twice(tmp_path: Path)
     assert load_chat(tmp_path, GeneratorConfig()).end_ids[-2:] == (0, 3), "without the other file"
 
 
+def test_a_declared_end_that_the_tokenizer_lacks_is_not_looked_for_in_texts() -> None:
+    call = "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }} None of these{% endfor %}"
+    tokenizer = tokenizer_of(
+        "{% for m in messages %}<|im_start|>{{ m.role }} " + call + "{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    chat = Chat(tokenizer, ends=[99999])
+    told = chat.text(chat.delta([Message(role="tool", content="17")], chat.end_id), True)
+    assert told == "<|im_start|>tool 17<|im_end|><|im_start|>assistant "
+
+
 def test_an_end_that_the_folder_does_not_declare_is_a_note_because_other_engines_would_not_stop_there() -> None:
     (tokenizer := tokenizer_of(CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT)).eos_token = "</s>"
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
