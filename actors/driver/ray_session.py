@@ -150,8 +150,12 @@ def _connect(config: Config, mark: str, logs: Path | None, summary: Path | None)
     folder = Path(tempfile.gettempdir(), f"baton-{mark}")
     os.environ[SCRATCH] = str(folder)
     start_watchdog(mark, folder, summary)  # first, so that a stop signal cannot leave the folder behind
-    folder.mkdir(mode=0o700)
-    _start(mark, folder / "r", logs, num_cpus=cpus, **settings)  # Ray opens its own folder to all; paths are short
+    try:
+        folder.mkdir(mode=0o700)
+        _start(mark, folder / "r", logs, num_cpus=cpus, **settings)  # Ray opens its own folder to all; paths are short
+    except OSError as error:
+        why = f"Ray cannot keep its files in {folder.parent}: {error}"
+        raise UserError(f"TMPDIR: {why}; name another folder, with room and a short path") from error
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:

@@ -18,6 +18,8 @@ import yaml
 
 from service.errors import ConfigError, UserError
 
+MOST_CHARACTERS = 10_000_000
+"""Maximum characters of a configuration file."""
 MOST_VALUES = 10_000
 """Maximum number of values in a file: a few aliases of aliases can stand for billions of values."""
 SHOWN = 120
@@ -119,7 +121,11 @@ def read_sources(files: Sequence[Path], overrides: Sequence[str]) -> ConfigSourc
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as lines:  # a device may have no end
+            text = lines.read(MOST_CHARACTERS + 1)
+        if len(text) > MOST_CHARACTERS:
+            raise ConfigError(f"{file}: has more than {MOST_CHARACTERS} characters, so it is no configuration")
+        return text
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: not a text file in UTF-8") from None
     except OSError as error:

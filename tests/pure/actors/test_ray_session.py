@@ -82,6 +82,15 @@ def test_a_ray_that_starts_at_the_second_try_is_used_and_a_bug_in_its_start_stay
     assert done.count("start") == 3
 
 
+def test_a_folder_that_ray_cannot_use_is_refused_with_the_variable_that_names_it(
+    starts: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    starts(9, OSError("AF_UNIX path length cannot exceed 107 bytes"))
+    with pytest.raises(UserError) as refused, ray_session.ray_session(Config(), "mark", tmp_path):
+        raise AssertionError("there is no Ray")
+    assert str(refused.value).startswith(f"TMPDIR: Ray cannot keep its files in {tmp_path}: AF_UNIX path length")
+
+
 def test_what_the_user_set_for_the_network_and_vllm_reaches_every_process_and_is_named(
     starts: Callable[..., list[str]],
     tmp_path: Path,

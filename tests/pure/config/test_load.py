@@ -167,6 +167,7 @@ def test_all_mistakes_are_reported_at_once_one_line_each(tmp_path: Path) -> None
     ("content", "words"),
     [
         (None, r"none\.yaml: cannot read the configuration file: No such file"),
+        (b"#" * 10_000_001, "has more than 10000000 characters"),
         (b"\xff\xfe\x00", "UTF-8"),
         (b"a: &a [*a]\n", "not a configuration"),
         (b"a: " + b"[" * 5000 + b"]" * 5000, "not a configuration"),
