@@ -55,6 +55,8 @@ class ToolChoice(Struct):
     """The field `tool_choice` if it is an object."""
 
     type: Name
+    disable_parallel_tool_use: bool | None = None
+    """Only in `messages`."""
 
 
 class Truncation(Struct, kw_only=True):

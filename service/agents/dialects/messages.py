@@ -22,6 +22,7 @@ from service.agents.dialects.body import (
     Function,
     Name,
     Positive,
+    ToolChoice,
     call_request,
     own_tools,
     read_request,
@@ -108,8 +109,12 @@ def read_to_count(body: Mapping[str, Any]) -> CallRequest:
         echoed=frozenset(block.signature for block in blocks if isinstance(block, _Thinking) and block.signature),
         max_tokens=request.max_tokens,
     )
-    is_error = any(isinstance(block, _ToolResult) and block.is_error for block in blocks)
-    return asked._replace(ignored=(*asked.ignored, "messages.content.is_error")) if is_error else asked
+    choice = request.tool_choice
+    inner = {
+        "messages.content.is_error": any(isinstance(block, _ToolResult) and block.is_error for block in blocks),
+        "tool_choice.disable_parallel_tool_use": isinstance(choice, ToolChoice) and choice.disable_parallel_tool_use,
+    }
+    return asked._replace(ignored=(*asked.ignored, *(name for name, is_given in inner.items() if is_given)))
 
 
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:

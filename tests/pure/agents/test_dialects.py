@@ -425,7 +425,11 @@ async def test_log_probabilities_name_texts_and_bytes_and_are_numbers(
     assert reply["choices"][0]["logprobs"]["content"][0]["token"] == f"token_id:{ids[0]}"
 
 
-async def test_an_error_of_a_tool_is_named_as_ignored(server: ScriptedServer, session: Session, client: Client) -> None:
+async def test_an_error_of_a_tool_and_a_wish_for_single_calls_are_named_as_ignored(
+    server: ScriptedServer, session: Session, client: Client
+) -> None:
     result = {"type": "tool_result", "tool_use_id": "c", "content": "boom", "is_error": True}
     body = {"max_tokens": 9, "messages": [{"role": "user", "content": [result]}]}
-    assert (await client.answer(MESSAGES, body)).headers["X-Baton-Ignored"] == "messages.content.is_error"
+    body["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    named = "messages.content.is_error, tool_choice.disable_parallel_tool_use"
+    assert (await client.answer(MESSAGES, body)).headers["X-Baton-Ignored"] == named

@@ -23,7 +23,7 @@ WISHES: list[tuple[str, dict[str, Any], str]] = [
     (GENERATE, {"sampling_params": {"temperature": 0.1, "structured_outputs": {"regex": "a+"}}}, "structured_outputs"),
     (RESPONSES, {"tool_choice": {"type": "function", "name": "search"}}, "tool_choice"),
     (RESPONSES, {"text": {"format": JSON_SCHEMA}}, "text.format"),
-    (MESSAGES, {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}, "tool_choice"),
+    (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice"),
     (MESSAGES, {"output_config": {"format": JSON_SCHEMA}}, "output_config.format"),
     (MESSAGES, {"output_format": JSON_SCHEMA}, "output_format"),
 ]
