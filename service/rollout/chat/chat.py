@@ -185,7 +185,7 @@ class Chat:
         """The token with which the template closes an earlier turn; None: the first token of the next message ends the
         turn."""
         self._all_ends = {eos}
-        self._header, self._begins = "", -1
+        self._header, self._begins = np.zeros(0, np.int32), -1
         """What the policy writes before its answer if a turn may have several messages, and its last special token."""
         self._find_ends()
         unknown = tokenizer.unk_token_id
@@ -266,7 +266,7 @@ class Chat:
             if call := CALL_HEADER.search(header):
                 text = text.replace("</tool_call>", r"<\/tool_call>")  # the same text in JSON
                 answer += f'<tool_call>{{"name": "{call[1]}", "arguments": {text}}}</tool_call>'
-            elif header.endswith(self._header):
+            elif header.endswith(self.text(self._header, True)):
                 answer += text
             elif text:
                 thoughts.append(text)
@@ -280,7 +280,7 @@ class Chat:
 
     def answer(self, text: str, continues: bool = False) -> Int32s:
         """`plain` of an answer that was not sampled, after the header that the policy would write before it."""
-        return np.append(self._special_tokens.encode(self._header), self.plain(text, continues or bool(self._header)))
+        return np.append(self._header, self.plain(text, continues or len(self._header) > 0))
 
     def pieces(self, token_ids: Int32s) -> list[bytes]:
         """The bytes of each token's text; a character may consist of several tokens."""
@@ -368,8 +368,9 @@ class Chat:
         asked, told = self._render(ASKED[:1]), self._render([*ASKED, *ASKED[:1]]).partition(MARK)[0]
         header = told[len(commonprefix((asked, told))) :]  # noqa: RUF071 - of characters
         special = [of for of, token in self._tokenizer.added_tokens_decoder.items() if token.special]
-        if marks := [of for of in self._special_tokens.encode(header).tolist() if of in special]:
-            self._header, self._begins = header, marks[-1]
+        header_ids = self._special_tokens.encode(header)
+        if marks := [of for of in header_ids.tolist() if of in special]:
+            self._header, self._begins = header_ids, marks[-1]
         return bool(marks)
 
 

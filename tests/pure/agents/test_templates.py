@@ -246,6 +246,7 @@ def test_a_call_that_no_template_can_show_is_refused(call: Any, told: str) -> No
 @pytest.mark.parametrize("families", FORMS)
 def test_a_supervised_row_writes_answers_as_the_template_does(families: str) -> None:
     chat = Chat(tokenizer := tokenizer_for(FORMS[families]))
+    assert chat.said(chat.answer("yes")) == "yes"
     talk = [*conversation("abc")[:2], Message(role="assistant", content="yes")]
     (row,) = rows_with_loss_mask(chat, "append", [talk])
     ends = "|".join(re.escape(chat.text(np.array([end]), True)) for end in chat._all_ends)

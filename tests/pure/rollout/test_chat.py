@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -399,6 +399,20 @@ def test_a_turn_ends_where_the_familys_turn_ends_and_never_twice(tmp_path: Path)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": [0, 3], "vocab_size": 99}}')
     assert load_chat(tmp_path, GeneratorConfig()).end_ids[-2:] == (0, 3), "without the other file"
+
+
+def test_the_header_of_an_answer_is_known_also_where_decoding_puts_spaces_between_tokens() -> None:
+    words = ["<|return|>", "<|start|>", "<|message|>", "<|end|>", "user", "assistant", "final", "fox", "?"]
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words[:4]])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|return|>", unk_token="?")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %} final{% endif %}<|message|>"
+        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    chat = Chat(tokenizer)
+    assert chat.text(chat.answer("fox"), True) == "final <|message|> fox" and chat.said(chat.answer("fox")) == "fox"
 
 
 def test_a_declared_end_that_the_tokenizer_lacks_is_not_looked_for_in_texts() -> None:
