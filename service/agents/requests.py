@@ -46,6 +46,8 @@ ROOM_SECONDS = 30.0
 """Maximum seconds that a large body waits for room."""
 KEY_HEADERS = ("x-api-key", "api-key", "x-goog-api-key")
 """Headers in which clients of Anthropic, Azure and Google send the key."""
+CALLS = ("/completions", "/responses", "/messages", "/generate")
+"""Ends of the paths at which clients call a policy. Some clients call a path that the endpoint lacks."""
 ROLE_HEADER = "X-Baton-Role"
 MARK_HEADER = "X-Baton-Mark"
 """Header with the gateway's mark of a request. A repeated request has the same mark, so no second call is made."""
@@ -138,8 +140,8 @@ class Requests:
         """Count and log a refused request; returns the answer to it."""
         self.refused[str(refused.status)] += 1
         if (session := request.get(SESSION)) is not None:
-            is_call = "/rl/" not in request.path and not request.path.endswith("/count_tokens")
-            session.note_refusal(refused, request.headers.get("user-agent", "without a name"), is_call)
+            client = request.headers.get("user-agent", "without a name")
+            session.note_refusal(refused, client, is_call=request.path.endswith(CALLS))
         elif self.refused.total() <= MAX_LOGGED:
             log.warning("a request without a session is refused: %s %s", refused.status, in_one_line(str(refused)))
         return await error_answer(request, dialect, refused)

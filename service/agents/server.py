@@ -12,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import xxhash
@@ -19,7 +20,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from service.agents.dialects.body import parse_body
-from service.agents.dialects.dialect import MODEL, Refused, openai_error
+from service.agents.dialects.dialect import MODEL, Refused
 from service.agents.dialects.messages import read_to_count
 from service.agents.listening import Listener
 from service.agents.policy_calls import COUNT_TOKENS, NAMED, PolicyCalls, dialect_of
@@ -79,7 +80,9 @@ class Endpoint:
             response = await handler(request)
         except web.HTTPException as unknown:  # no such path: no key was read
             refused = Refused(unknown.status, None, f"there is no {request.method} {request.path:.200}")
-            response = web.json_response(openai_error(refused), status=unknown.status)
+            with suppress(Refused):  # the key is unknown
+                self.requests.managed(request)
+            response = await self.requests.refuse(request, dialect, refused)
             response.force_close()
         except Refused as refused:
             response = await self.requests.refuse(request, dialect, refused)

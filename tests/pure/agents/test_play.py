@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import ray
-from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai import APIStatusError, AsyncOpenAI, OpenAI
 
 from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
@@ -124,15 +124,14 @@ class Does:
                 async with AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
                     said = dict(task.prompt[0], content="age " * (1 if more else 1000))
                     await client.chat.completions.create(model="policy", messages=[said], **more)
-            case "swallows a refusal" | "asks again after a refusal" | "counts what cannot be read":
+            case what if what.startswith("swallows "):
                 async with AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
                     said = {"model": "policy", "messages": [dict(task.prompt[0])]}
                     await client.chat.completions.create(**said)
-                    with suppress(BadRequestError):
-                        if self.what.startswith("counts"):
-                            await client.post("/messages/count_tokens", cast_to=object, body={"messages": [5]})
-                        await client.chat.completions.create(**said, logit_bias={"5": 1})
-                    if self.what.startswith("asks"):
+                    with suppress(APIStatusError):
+                        path = f"/{what.split()[1]}"
+                        await client.post(path, cast_to=object, body={**said, "logit_bias": {"5": 1}})
+                    if what.endswith("asks again"):
                         await client.chat.completions.create(**said)
                 session.finish(0.5)
             case "says its key":
@@ -407,17 +406,24 @@ async def test_a_failure_that_has_a_reward_is_trained_and_any_other_starts_again
         assert list(playing.player.failures) == [end[0]] * (end[0] == "environment_error")
 
 
-@pytest.mark.parametrize("what", ["swallows a refusal", "asks again after a refusal", "counts what cannot be read"])
+@pytest.mark.parametrize(
+    ("what", "refused"),
+    [
+        ("swallows chat/completions", "400 logit_bias"),
+        ("swallows v1/messages", "404 there is no POST"),
+        ("swallows chat/completions and asks again", ""),
+        ("swallows messages/count_tokens", ""),
+        ("swallows embeddings", ""),
+    ],
+)
 async def test_an_agent_that_takes_a_refusal_for_an_answer_is_not_trained(
-    model: Path, tasks: list[Task], what: str
+    model: Path, tasks: list[Task], what: str, refused: str
 ) -> None:
     async with aclosing(Playing(model, settings(DOES, what=what))) as agents:
         _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
-    if not what.startswith("swallows"):
-        assert (end.stop_reason, end.reward) == ("stop", 0.5)
-    else:
-        assert (end.stop_reason, end.reward) == ("environment_error", 0.0)
-        assert "newest request was refused: 400 logit_bias" in agents.player.failures["environment_error"]
+    assert (end.stop_reason, end.reward) == (("environment_error", 0.0) if refused else ("stop", 0.5))
+    if refused:
+        assert f"newest request was refused: {refused}" in agents.player.failures["environment_error"]
 
 
 async def test_a_command_that_fails_says_why_with_the_end_of_its_output(model: Path, tasks: list[Task]) -> None:
