@@ -300,17 +300,21 @@ async def test_a_plain_function_plays_in_a_thread_and_fails_as_a_coroutine_does(
 
 
 class MadeTime:
-    """Time that stands still, except while `blocks` runs: then each look takes `step` seconds."""
+    """Time that stands still, except while `blocks` runs: then each look takes `step` seconds. Made in an event loop;
+    who sleeps while time stands still wakes when it goes on, or when the loop is closed."""
 
     def __init__(self) -> None:
         self.now, self.step, self.is_blocking = 1.0, 1.0, False
+        self._loop = asyncio.get_running_loop()
 
     def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
         time.sleep(0.005)
-        self.now += self.step * self.is_blocking
+        while not (self.is_blocking or self._loop.is_closed()):
+            time.sleep(0.005)
+        self.now += self.step
 
     def blocks(self) -> None:
         looks, self.is_blocking = self.now + 20 * self.step, True
