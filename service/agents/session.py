@@ -336,7 +336,7 @@ class Session:
         """Record that the endpoint refused a request of this session. Each different refusal is logged once. `is_call`:
         whether the request called the policy."""
         said = in_one_line(f"{refused.status} {refused} (client {client[:SHOWN]})".replace(self.key, "[key]"))
-        if is_call:
+        if is_call and self.state == "open":  # an agent that has finished may leave a call behind
             self.refused = "" if refused.code == TOO_LONG else said
         if said not in self.refusals:
             if len(self.refusals) == MAX_LOGGED:

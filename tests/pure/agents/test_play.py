@@ -134,6 +134,12 @@ class Does:
                     if what.endswith("asks again"):
                         await client.chat.completions.create(**said)
                 session.finish(0.5)
+            case "calls after its end":
+                session.finish(0.5)
+                async with AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0) as client:
+                    said = dict(task.prompt[0])
+                    with pytest.raises(APIStatusError):
+                        await client.chat.completions.create(model="policy", messages=[said])
             case "says its key":
                 KEYS.append(session.key)
                 session.finish(1.0, transcript=f"called with {session.key}, twice")
@@ -418,6 +424,7 @@ async def test_a_failure_that_has_a_reward_is_trained_and_any_other_starts_again
         ("swallows chat/completions and asks again", ""),
         ("swallows messages/count_tokens", ""),
         ("swallows embeddings", ""),
+        ("calls after its end", ""),
     ],
 )
 async def test_an_agent_that_takes_a_refusal_for_an_answer_is_not_trained(
