@@ -129,11 +129,13 @@ class Endpoint:
         return web.json_response({"session": session.name, "state": session.state, "calls": session.n_steps})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
-        """Store a reward, which counts if the session is finished without a reward."""
+        """Store a reward, which counts if the session is finished without a reward. `Refused` for any other field."""
         session = self.requests.managed(request)
         async with self.requests.body(request) as raw:
             body = parse_body(raw)
         outcome = _outcome(body)
+        if others := body.keys() - {"reward"}:
+            raise Refused(400, min(others), "is for finish; a reward alone is kept")
         session.rewards_of_calls(outcome)
         session.check_open()
         session.posted = outcome.reward

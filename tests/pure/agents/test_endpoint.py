@@ -295,6 +295,8 @@ async def test_a_reward_over_http_counts_where_the_end_brings_none_and_nonsense_
     ):
         for verb in ("reward", "finish"):
             assert (await client.post(f"{url}/{verb}", body))[0] == 400
+    for field in ({"rewards": {}}, {"info": {"looks": 2.0}}, {"status": "failed"}):  # they would be lost
+        assert (await client.post(f"{url}/reward", {"reward": 1.0, **field}))[0] == 400 and session.posted is None
     assert (await client.post(f"{url}/reward", {"reward": 0.25}))[0] == 200 and session.state == "open"
     assert (await client.post(f"{url}/finish", {}))[0] == 200
     assert (session.state, session.ended.result().reward) == ("finished", 0.25)
