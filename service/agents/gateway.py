@@ -33,9 +33,11 @@ from service.agents.listening import Listener
 from service.agents.policy_calls import COMMENT, dialect_of
 from service.agents.requests import (
     BODY_SECONDS,
+    CALLS,
     MARK_HEADER,
     MAX_OPEN_BODIES,
     NO_ROOM,
+    REFUSED_HEADER,
     ROOM_SECONDS,
     STREAM,
     cut,
@@ -46,6 +48,7 @@ from service.agents.requests import (
 from service.agents.server import CLOSING
 from service.agents.session import MAX_BODY_BYTES
 from service.agents.sessions import EVALUATION, name_of
+from service.errors import in_one_line
 from service.rollout.run_secret import RunSecret
 from service.types import TrajectoryId
 
@@ -67,7 +70,7 @@ MAX_HELD_BYTES = MAX_OPEN_BODIES * MAX_OPEN_BODIES * MAX_BODY_BYTES
 """Maximum bytes of the bodies of all requests in progress; one session may have 1 / `MAX_OPEN_BODIES` of them. A body
 is kept until its request is answered, so that it can be sent again."""
 MAX_HOLDERS = 1 << 14
-"""Maximum number of sessions whose holder is remembered."""
+"""Maximum number of sessions whose holder is remembered, and of those whose refused call is."""
 HOP_HEADERS = frozenset(
     ("connection", "content-length", "date", "expect", "host", "keep-alive", "server", "te", "transfer-encoding")
 )
@@ -105,6 +108,8 @@ class Gateway:
         """By the session's name: the address of the generator that held it last."""
         self._looks: dict[str, asyncio.Task[str | None]] = {}
         """By the session's name: the search for its holder, which all its waiting requests share."""
+        self._refused: dict[str, str] = {}
+        """By the session's name: the newest refusal of a call by the gateway, until the session's holder knows it."""
         self._held: Counter[str] = Counter()
         """By the session's name: bytes of the bodies of its requests in progress. `ALL`: of all sessions."""
         self._http: aiohttp.ClientSession
@@ -139,6 +144,7 @@ class Gateway:
         try:
             response = await handler(request)
         except Refused as refused:
+            await self._tell(request, refused)
             response = await error_answer(request, dialect, refused)
         except web.HTTPException as unknown:  # a request without a path, as `OPTIONS *`
             response = await error_answer(request, dialect, Refused(unknown.status, None, "there is no such path"))
@@ -151,6 +157,17 @@ class Gateway:
         if response.status in CLOSING:
             response.force_close()
         return response
+
+    async def _tell(self, request: web.Request, refused: Refused) -> None:
+        """Tell the holder of a session of a call that the gateway refuses, before the agent knows it: an agent may take
+        the refusal for an answer."""
+        if refused.status in (UNKNOWN, ENDED) or not request.path.endswith(CALLS):
+            return
+        name = name_of(self._secret, key := key_of(request))
+        self._refused[name] = f"{refused.status} {in_one_line(str(refused))[:200]}"
+        await self._ask_all(name, key)
+        if len(self._refused) > MAX_HOLDERS:
+            del self._refused[next(iter(self._refused))]
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         """Pass a request on until a generator has answered it."""
@@ -270,10 +287,7 @@ class Gateway:
         Raises:
             Refused: 409 if the session has ended.
         """
-        now = asyncio.get_running_loop().time()
-        addresses = [at for at, said in self._generators.values() if now - said < SILENT_SECONDS]
-        statuses = await asyncio.gather(*(self._ask(address, name, key) for address in addresses))
-        found = dict(zip(statuses, addresses, strict=True))
+        now, found = asyncio.get_running_loop().time(), await self._ask_all(name, key)
         if (held := found.get(HELD)) is not None:
             self._holders[name] = held
             if len(self._holders) > MAX_HOLDERS:
@@ -289,12 +303,24 @@ class Gateway:
         await asyncio.sleep(LOOK_SECONDS)
         return None
 
+    async def _ask_all(self, name: str, key: str) -> dict[int, str]:
+        """The addresses of the generators, by the status of their answers about a session."""
+        now = asyncio.get_running_loop().time()
+        addresses = [at for at, said in self._generators.values() if now - said < SILENT_SECONDS]
+        statuses = await asyncio.gather(*(self._ask(address, name, key) for address in addresses))
+        return dict(zip(statuses, addresses, strict=True))
+
     async def _ask(self, address: str, name: str, key: str) -> int:
-        """The status of a generator's answer about a session; 0: it does not answer."""
+        """The status of a generator's answer about a session; 0: it does not answer. The holder learns of a call that
+        the gateway refused."""
         timeout, headers = aiohttp.ClientTimeout(total=PROBE_SECONDS), {"Authorization": f"Bearer {key}"}
+        if told := self._refused.get(name):
+            headers[REFUSED_HEADER] = told
         try:
             url = f"{address}/rl/sessions/{name}"
             async with self._http.get(url, headers=headers, timeout=timeout) as answer:
+                if answer.status == HELD and self._refused.get(name) == told:
+                    self._refused.pop(name, None)
                 return answer.status
         except (aiohttp.ClientError, TimeoutError):
             return 0

@@ -51,6 +51,8 @@ CALLS = ("/completions", "/responses", "/messages", "/generate")
 ROLE_HEADER = "X-Baton-Role"
 MARK_HEADER = "X-Baton-Mark"
 """Header with the gateway's mark of a request. A repeated request has the same mark, so no second call is made."""
+REFUSED_HEADER = "X-Baton-Refused"
+"""Header with which the gateway tells of a call that it refused: the status and the reason."""
 CONVERSATIONS = (Role.MAIN, Role.SUB, Role.AUX)
 """Roles that a conversation can have in every run."""
 STREAM = web.RequestKey("stream", web.StreamResponse)

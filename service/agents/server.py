@@ -24,7 +24,7 @@ from service.agents.dialects.dialect import MODEL, Refused
 from service.agents.dialects.messages import read_to_count
 from service.agents.listening import Listener
 from service.agents.policy_calls import COUNT_TOKENS, NAMED, PolicyCalls, dialect_of
-from service.agents.requests import NO_ROOM, SESSION, Requests, cut, key_of
+from service.agents.requests import NO_ROOM, REFUSED_HEADER, SESSION, Requests, cut, key_of
 from service.agents.session import Outcome, Session
 from service.agents.sessions import Sessions
 from service.handoff.steps.values import NEEDED
@@ -126,6 +126,8 @@ class Endpoint:
         session = self.requests.managed(request)
         if session.moves:
             raise ConnectionResetError("the session moves")
+        if told := re.fullmatch(r"(\d{3}) (.+)", request.headers.get(REFUSED_HEADER, "")):
+            session.note_refusal(Refused(int(told[1]), None, told[2]), "through the gateway")
         return web.json_response({"session": session.name, "state": session.state, "calls": session.n_steps})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:

@@ -361,7 +361,7 @@ def test_a_run_listens_where_the_table_of_ports_says_and_nowhere_else(real_run: 
         return more + [f"{row}: no port" for row in missing]
 
     # What starts just now is still called by what it was before, for a moment.
-    until(lambda: not wrong(), 60, wrong)
+    until(lambda: not wrong(), 300, wrong)
 
 
 def ports(real_run: RealRun, names: list[str]) -> tuple[Counter[tuple[str, str]], Counter[str]]:

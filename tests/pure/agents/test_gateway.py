@@ -115,12 +115,15 @@ async def test_a_call_of_a_session_that_no_generator_holds_waits_then_gets_503(
     waiting = asyncio.create_task(client.post(CHAT, ChatTalk("age ?").body()))
     await asyncio.sleep(0.3)
     assert not waiting.done()
-    server.session()
+    session = server.session()
     assert (await waiting)[0] == 200
     monkeypatch.setattr(gateways, "WAIT_SECONDS", 0.0)
     await started.again()
     answer = await client.answer(CHAT, ChatTalk("age ?").body())
-    assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "1") and not session.refused
+    started.serve(server)
+    assert (await client.post("/rl/sessions/x/finish", {"reward": 1.0}))[0] == 200
+    assert session.refused.startswith("503 no generator has held"), "as soon as a generator holds the session"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -262,7 +265,8 @@ async def test_bodies_beyond_the_gateways_room_get_503_until_others_are_answered
 ) -> None:
     monkeypatch.setattr(gateways, "MAX_HELD_BYTES", 8000)
     monkeypatch.setattr(gateways, "MAX_OPEN_BODIES", 2)
-    one, other, third = (Client(http, started, server.session(number).key) for number in range(3))
+    sessions = [server.session(number) for number in range(3)]
+    one, other, third = (Client(http, started, session.key) for session in sessions)
     body = ChatTalk(f"age {'?' * 2500}").body()
     server.accepting.clear()
     waiting = [asyncio.create_task(one.post(CHAT, body))]
@@ -272,9 +276,11 @@ async def test_bodies_beyond_the_gateways_room_get_503_until_others_are_answered
     await until(lambda: len(server.steps) == 2)
     full = await third.answer(CHAT, body)
     assert (full.status, full.headers["Retry-After"]) == (503, "1")
+    assert [session.refused[:3] for session in sessions] == ["503", "", "503"], "known before the agent may end"
     server.accepting.set()
     assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
     assert (await third.post(CHAT, body))[0] == 200 and not started.gateway._held
+    assert not any(session.refused for session in sessions[1:]), "the newest call was answered"
 
 
 async def test_an_answer_whose_client_has_left_is_undelivered(
