@@ -160,7 +160,7 @@ class SimEngine:
 
     load = None
 
-    def __init__(self, config: Config, model_folder: Path) -> None:
+    def __init__(self, config: Config, model_folder: Path, number: int) -> None:
         self.serving = PolicyVersion(0, 0)
         self.core_died, self.cached_tokens = False, 0
         self.times = EngineTimes()
