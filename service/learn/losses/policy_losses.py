@@ -210,12 +210,12 @@ def kl_term(estimator: str, logprob_M: Tensor, reference_M: Tensor) -> Tensor:
     `d = logprob - reference`, clamped to the range -20 to 20. The gradient of d has the mean 0, so k1 has that of k2.
     """
     difference_M = (logprob_M - reference_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    square_M = difference_M.square() / 2
     match estimator:
         case "k1":
-            return difference_M.detach() + square_M - square_M.detach()
+            square_M = difference_M.square() / 2
+            return difference_M.detach() + (square_M - square_M.detach())
         case "k2":
-            return square_M
+            return difference_M.square() / 2
         case "k3":
             return (-difference_M).exp() - 1 + difference_M
         case _:
